@@ -1,0 +1,95 @@
+"""The one attention function that Hugging Face models call once they are ours.
+
+Without taps inside a layer's attention it is the checkpoint's own implementation, untouched; with taps it is the
+explicit path of `engine.attention`. Registered with transformers' attention interface and, under the same name, with its
+mask interface: a name known to only one of the two would silently get no mask.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from engine.attention import causal_mask, explicit_attention
+from engine.eager.run import current_run
+from engine.errors import LoadFailed, Refused
+
+NAME = "interp_compat"
+INSIDE = ("q_rot", "k_rot", "attn_scores", "attn_probs")
+# Arguments that transformers' sdpa swallows without applying them; the family's own function knows what they mean.
+_NOT_FOR_SDPA = ("softcap", "s_aux", "sinks", "position_bias")
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """transformers' attention signature: query `[b, H, q, dh]`, key and value `[b, K, k, dh]` -> (z `[b, q, H, dh]`, pattern)."""
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    run = current_run()
+    state = run.attention_state(module) if run is not None else None
+    if state is not None:
+        state.seen_value = value
+        if any(run.tapped(point, state) for point in INSIDE):
+            unknown = [name for name in _NOT_FOR_SDPA[1:] if kwargs.get(name) is not None]
+            if unknown:
+                raise Refused(f"the attention of layer {state.index} takes {unknown[0]}, which the explicit path has no formula for")
+            return explicit_attention(
+                query,
+                key,
+                value,
+                mask=attention_mask,
+                scaling=scaling,
+                softcap=kwargs.get("softcap"),
+                fire=lambda point, tensor: run.fire(point, state, tensor),
+            )
+    return _own(module, kwargs)(
+        module, query, key, value, _mask_for(module, query, key, attention_mask, kwargs), scaling=scaling, dropout=dropout, **kwargs
+    )
+
+
+def take_over(model: nn.Module) -> None:
+    """Makes `model` call `attention`, remembering on its config what it called before."""
+    config = model.config
+    if config._attn_implementation == NAME:
+        return
+    own = config._attn_implementation or "eager"
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    model.set_attn_implementation(NAME)
+    if config._attn_implementation != NAME:
+        raise LoadFailed(f"{type(model).__name__} has attention code of its own that cannot be replaced by a function")
+    for module in model.modules():
+        if isinstance(getattr(module, "config", None), type(config)):
+            module._own_attention = own
+
+
+def _own(module: nn.Module, kwargs: dict[str, Any]) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    name = getattr(module, "_own_attention", "eager")
+    if name == "eager" or any(kwargs.get(argument) is not None for argument in _NOT_FOR_SDPA):
+        return sys.modules[type(module).__module__].eager_attention_forward
+    return ALL_ATTENTION_FUNCTIONS[name]
+
+
+def _mask_for(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> Tensor | None:
+    """The mask in the form that the own implementation takes: eager functions add a float and know no None."""
+    if _own(module, kwargs) in ALL_ATTENTION_FUNCTIONS.values() or (mask is not None and mask.dtype != torch.bool):
+        return mask
+    if mask is None:
+        if query.shape[2] == 1:
+            return None
+        mask = causal_mask(query.shape[2], key.shape[2], query.device)
+    return torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(~mask, torch.finfo(query.dtype).min)

@@ -1,0 +1,225 @@
+"""The eager engine: a Hugging Face causal model as it is, with taps on its modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from engine.eager.attention import take_over
+from engine.eager.facts import read_facts
+from engine.eager.resolve import Tree, resolve
+from engine.eager.run import BEFORE_LAYERS, Run
+from engine.eager.selfcheck import self_check
+from engine.eager.weights import EagerWeights
+from engine.errors import BadInput, CompatError, Refused
+from engine.points import Address
+from engine.seam import Batch, Facts, Mode
+from engine.taps import Tap, Taps
+
+
+class _Enough(BaseException):
+    """Ends a forward early; not an Exception, so that nothing in the model catches it."""
+
+    def __init__(self, residual: Tensor | None) -> None:
+        self.residual = residual
+
+
+class EagerEngine:
+    """Runs a causal language model of transformers with taps. See `engine.seam.Engine` for the contract."""
+
+    def __init__(self, model: nn.Module, tokenizer: Any = None, *, model_id: str = "", check: bool = True) -> None:
+        """Takes over `model` (also PEFT-wrapped). Raises `LoadFailed` if its parts cannot be resolved and proved."""
+        self.model, self.tokenizer = model, tokenizer
+        self._causal = model.get_base_model() if hasattr(model, "get_base_model") else model
+        config = self._causal.config.get_text_config()
+        take_over(self._causal)
+        self._causal.eval()
+        self.tree: Tree = resolve(self._causal, config)
+        self.weights = EagerWeights(self.tree)
+        self._facts = read_facts(self.tree, config, model_id or getattr(config, "_name_or_path", ""))
+        self._unproved: dict[str, str] = {}
+        if check:
+            self._unproved = self_check(self)
+
+    @property
+    def facts(self) -> Facts:
+        return self._facts
+
+    def refresh_facts(self) -> None:
+        """Reads the facts again, after the model was moved or cast."""
+        self._facts = read_facts(self.tree, self._causal.config.get_text_config(), self._facts.model_id)
+
+    def run(
+        self,
+        batch: Batch,
+        taps: Iterable[Tap] | Taps,
+        *,
+        start: tuple[int, Tensor] | None = None,
+        stop: int | None = None,
+        cache: Any = None,
+        grad: bool = False,
+        unembed: bool = True,
+        last_only: bool = False,
+    ) -> Tensor | None:
+        """One forward; see `Engine.run`. `last_only` computes the logits of the last position only, `[batch, 1, d_vocab]`."""
+        taps = taps if isinstance(taps, Taps) else Taps(taps)
+        for address in taps.addresses():
+            self._check_served(address)
+        inputs = self._inputs(batch, cache, start)
+        if last_only:
+            inputs["logits_to_keep"] = 1
+        run = Run(self.tree, self.weights, taps, grad=grad, batch_size=batch.tokens.shape[0])
+        with torch.set_grad_enabled(grad), run, _passing_through(self.tree, 0 if start is None else start[0]):
+            if start is not None:
+                run.on_input(self.tree.layers[start[0]].block, lambda _: start[1])
+            if stop is not None:
+                run.on_input(self._entered_at(stop), _end_with_input)
+            elif not unembed:
+                run.on_input(self.tree.lm_head, _end)
+            run.arm_all(None if start is None else start[0])
+            if start is None:
+                run.fire("tokens", run.outside, batch.tokens)
+            try:
+                logits = self.model(**inputs).logits
+            except _Enough as end:
+                logits = end.residual
+            else:
+                logits = run.fire("logits", run.outside, logits)
+        self._check_all_fired(taps, start, stop, unembed)
+        return logits
+
+    def generate(
+        self, batch: Batch, taps: Callable[[int], Iterable[Tap]], sample: Callable[[Tensor], Tensor | None]
+    ) -> Iterator[Tensor]:
+        """The prompt, then one step a token; see `Engine.generate`."""
+        cache, step = self.new_cache(), 0
+        tokens, mask = batch.tokens, batch.mask
+        while True:
+            live = Taps(taps(step))
+            whole = any(address.point in ("lm_head", "logits") for address in live.addresses())
+            logits = self.run(Batch(tokens, mask), live, cache=cache, last_only=not whole)
+            ids = sample(logits[:, -1])
+            if ids is None:
+                return
+            yield ids
+            tokens, step = ids[:, None], step + 1
+            if mask is not None:
+                mask = torch.cat([mask, mask.new_ones(mask.shape[0], 1)], 1)
+
+    def new_cache(self) -> DynamicCache:
+        """A key/value cache that keeps every position, also on sliding-window layers, so that keys and patterns show whole."""
+        return DynamicCache()
+
+    def refuses(self, address: Address, mode: Mode) -> str | None:
+        """None, or why the address cannot be served, as a sentence."""
+        if address.layer is not None and not 0 <= address.layer < self.facts.n_layers:
+            return f"the model has layers 0 to {self.facts.n_layers - 1}"
+        if address.point in self._unproved:
+            return self._unproved[address.point]
+        return _absent(self.tree, self.facts, address)
+
+    def close(self) -> None:
+        """Nothing to release: the model belongs to its owner."""
+
+    def _check_served(self, address: Address) -> None:
+        reason = self.refuses(address, "read")
+        if reason is not None:
+            raise Refused(f"{address} cannot be served on {self.facts.architecture} (eager engine): {reason}")
+
+    def _inputs(self, batch: Batch, cache: Any, start: tuple[int, Tensor] | None) -> dict[str, Any]:
+        tokens, mask = batch.tokens, batch.mask
+        past = 0 if cache is None else cache.get_seq_length()
+        length = past + tokens.shape[1]
+        if length > self.facts.n_ctx and self.facts.positions == "learned":
+            raise BadInput(f"{length} positions, but {self.facts.model_id} has a context of n_ctx = {self.facts.n_ctx}")
+        if mask is not None and mask.shape != (tokens.shape[0], length):
+            raise BadInput(f"attention mask is {list(mask.shape)}; {past} cached and {tokens.shape[1]} new positions need "
+                           f"{[tokens.shape[0], length]}")
+        inputs: dict[str, Any] = {"use_cache": cache is not None}
+        if start is None:
+            if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.facts.d_vocab:
+                raise BadInput(f"token ids run from {int(tokens.min())} to {int(tokens.max())}, but the vocabulary has "
+                               f"{self.facts.d_vocab} entries")
+            inputs["input_ids"] = tokens.to(self.facts.device)
+        else:
+            inputs["inputs_embeds"] = torch.zeros_like(start[1]).to(self.facts.device)
+        if mask is not None:
+            mask = mask.to(self.facts.device)
+            positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, past:]
+            inputs |= {"attention_mask": mask, "position_ids": positions}
+        if cache is not None:
+            inputs["past_key_values"] = cache
+        return inputs
+
+    def _entered_at(self, layer: int) -> nn.Module:
+        """The module that the residual entering `layer` goes into; after the last layer, the final norm."""
+        return self.tree.final_norm.module if layer == self.facts.n_layers else self.tree.layers[layer].block
+
+    def _check_all_fired(self, taps: Taps, start: tuple[int, Tensor] | None, stop: int | None, unembed: bool) -> None:
+        """A tap that the forward went past without firing would be a lost edit or a short capture."""
+        first, last = 0 if start is None else start[0], self.facts.n_layers if stop is None else stop
+        for address in taps.addresses():
+            if address in taps.fired:
+                continue
+            if address.layer is not None:
+                due = first <= address.layer < last
+            elif address.point in BEFORE_LAYERS:
+                due = start is None
+            else:
+                due = stop is None and (unembed or address.point not in ("lm_head", "logits"))
+            if due:
+                raise CompatError(f"the tap at {address} never fired: the forward had passed it, or did not go through it")
+
+
+def _end(_: Tensor) -> None:
+    raise _Enough(None)
+
+
+def _end_with_input(x: Tensor) -> None:
+    raise _Enough(x)
+
+
+class _passing_through:
+    """Lets the hidden states pass the first `n` blocks untouched."""
+
+    def __init__(self, tree: Tree, n: int) -> None:
+        self._blocks = [layer.block for layer in tree.layers[:n]]
+
+    def __enter__(self) -> None:
+        self._before = [vars(block).get("forward") for block in self._blocks]
+        for block in self._blocks:
+            block.forward = lambda *args, **kwargs: args[0] if args else kwargs["hidden_states"]
+
+    def __exit__(self, *_: object) -> None:
+        for block, before in zip(self._blocks, self._before):
+            if before is None:
+                del block.forward
+            else:
+                block.forward = before
+
+
+# role that a point needs -> what to say where the family lacks it
+_NEEDS: dict[str, tuple[str, str]] = {
+    "q_norm": ("qk_norm", "the family has no norm on queries and keys"),
+    "k_norm": ("qk_norm", "the family has no norm on queries and keys"),
+    "attn_post_norm": ("post_norms", "the family has no norm after attention"),
+    "mlp_post_norm": ("post_norms", "the family has no norm after the MLP"),
+    "mlp_pre_linear": ("gated_mlp", "the family's MLP is not gated, so it has one input branch"),
+}
+
+
+def _absent(tree: Tree, facts: Facts, address: Address) -> str | None:
+    for prefix, (trait, sentence) in _NEEDS.items():
+        if address.point.startswith(prefix) and not getattr(facts, trait):
+            return sentence
+    if address.point == "pos_embed" and tree.pos_embed is None:
+        return f"its positions are {facts.positions}, so there is no position embedding"
+    if address.point == "resid_mid" and facts.parallel:
+        return "attention and MLP run in parallel from one stream, so there is no stream between them"
+    if address.point == "attn_stream_in" and facts.n_kv_heads != facts.n_heads:
+        return "query heads share key and value heads, so one copy a query head cannot feed them; use q_input, k_input, v_input"
+    return None

@@ -1,0 +1,57 @@
+"""Loads a checkpoint as an eager engine, and turns what can go wrong into one sentence that says what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from engine.eager.engine import EagerEngine
+from engine.errors import LoadFailed
+
+
+def load_eager(
+    name: str,
+    *,
+    hf_model: Any = None,
+    tokenizer: Any = None,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device | None = None,
+    **from_pretrained: Any,
+) -> EagerEngine:
+    """An engine on a hub id, a local folder, or an already loaded `hf_model`. Raises `LoadFailed`."""
+    model = hf_model
+    if model is None:
+        model = _read(name, AutoModelForCausalLM, dtype=dtype, **from_pretrained)
+        if device is not None and "device_map" not in from_pretrained:
+            model = model.to(device)
+    if tokenizer is None:
+        tokenizer = load_tokenizer(name, **{k: v for k, v in from_pretrained.items() if k in _SHARED})
+    return EagerEngine(model, tokenizer, model_id=name)
+
+
+_SHARED = ("revision", "cache_dir", "token", "trust_remote_code", "local_files_only", "subfolder")
+
+
+def load_tokenizer(name: str, **options: Any) -> Any:
+    """The checkpoint's tokenizer, or None for a folder that has none."""
+    try:
+        return AutoTokenizer.from_pretrained(name, **options)
+    except (OSError, ValueError):
+        return None
+
+
+def _read(name: str, auto: Any, **options: Any) -> Any:
+    try:
+        return auto.from_pretrained(name, **options)
+    except Exception as error:
+        raise LoadFailed(
+            f"could not load {name!r}: {_cause(error)}. It may be a local folder with config.json and weights, or a hub id; "
+            "without a network, point at a folder, or set HF_HOME to a cache that holds the model and HF_HUB_OFFLINE=1"
+        ) from error
+
+
+def _cause(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else 'no message'}".rstrip(".")
