@@ -18,11 +18,18 @@ class Batch:
     """Prompts of one forward.
 
     tokens: ids `[batch, pos]`. mask: 1 where a position may be attended to, `[batch, past + pos]`, or None for all.
-    Position ids follow from the mask, so a left-padded prompt counts from its first real token.
+    embeds: token embeddings `[batch, pos, d_model]` that stand in for the tokens'. Position ids follow from the mask, so a
+    left-padded prompt counts from its first real token.
     """
 
-    tokens: Tensor
+    tokens: Tensor | None
     mask: Tensor | None = None
+    embeds: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(batch, pos)."""
+        return tuple((self.tokens if self.embeds is None else self.embeds).shape[:2])
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,14 @@ class Weights(Protocol):
     def __call__(self, name: str, layer: int | None = None) -> Tensor: ...
 
     def has(self, name: str, layer: int | None = None) -> bool: ...
+
+    def prepare_writing(self) -> None:
+        """Makes the weights the engine's own to change. Raises `Refused` where they cannot be (adapters, quantized)."""
+        ...
+
+    def write(self, name: str, layer: int | None, value: Tensor) -> None:
+        """Replaces a weight in the model; a bias that the checkpoint lacks comes into being."""
+        ...
 
 
 Mode = Literal["read", "write", "grad"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from engine.eager.facts import read_facts
 from engine.eager.resolve import Tree, resolve
 from engine.eager.run import BEFORE_LAYERS, Run
 from engine.eager.selfcheck import self_check
-from engine.eager.weights import EagerWeights
+from engine.eager.weights import EagerWeights, untie
 from engine.errors import BadInput, CompatError, Refused
 from engine.points import Address
 from engine.seam import Batch, Facts, Mode
@@ -31,19 +32,34 @@ class _Enough(BaseException):
 class EagerEngine:
     """Runs a causal language model of transformers with taps. See `engine.seam.Engine` for the contract."""
 
-    def __init__(self, model: nn.Module, tokenizer: Any = None, *, model_id: str = "", check: bool = True) -> None:
-        """Takes over `model` (also PEFT-wrapped). Raises `LoadFailed` if its parts cannot be resolved and proved."""
-        self.model, self.tokenizer = model, tokenizer
+    def __init__(self, model: nn.Module, tokenizer: Any = None, *, model_id: str = "", owned: bool = True) -> None:
+        """Takes over `model` (also PEFT-wrapped). Raises `LoadFailed` if its parts cannot be resolved and proved.
+
+        owned: whether the weights may be changed in place; a model that somebody else loaded is copied first.
+        """
+        self.tokenizer, self._owned = tokenizer, owned
+        self._model_id = model_id
+        self._unproved: dict[str, str] = {}
+        self._adopt(model)
+        self._unproved = self_check(self)
+
+    def _adopt(self, model: nn.Module) -> None:
+        self.model = model
         self._causal = model.get_base_model() if hasattr(model, "get_base_model") else model
-        config = self._causal.config.get_text_config()
         take_over(self._causal)
         self._causal.eval()
+        config = self._causal.config.get_text_config()
         self.tree: Tree = resolve(self._causal, config)
-        self.weights = EagerWeights(self.tree)
-        self._facts = read_facts(self.tree, config, model_id or getattr(config, "_name_or_path", ""))
-        self._unproved: dict[str, str] = {}
-        if check:
-            self._unproved = self_check(self)
+        self.weights = EagerWeights(self.tree, self._prepare_writing)
+        self._facts = read_facts(self.tree, config, self._model_id or getattr(config, "_name_or_path", ""))
+
+    def _prepare_writing(self) -> None:
+        if self._causal is not self.model:
+            raise Refused("a weight of a model with an adapter was edited; merge the adapter first (merge_and_unload())")
+        if not self._owned:
+            self._owned = True
+            self._adopt(copy.deepcopy(self.model))
+        untie(self.tree)
 
     @property
     def facts(self) -> Facts:
@@ -72,7 +88,7 @@ class EagerEngine:
         inputs = self._inputs(batch, cache, start)
         if last_only:
             inputs["logits_to_keep"] = 1
-        run = Run(self.tree, self.weights, taps, grad=grad, batch_size=batch.tokens.shape[0])
+        run = Run(self.tree, self.weights, taps, grad=grad, batch_size=batch.shape[0])
         with torch.set_grad_enabled(grad), run, _passing_through(self.tree, 0 if start is None else start[0]):
             if start is not None:
                 run.on_input(self.tree.layers[start[0]].block, lambda _: start[1])
@@ -81,7 +97,7 @@ class EagerEngine:
             elif not unembed:
                 run.on_input(self.tree.lm_head, _end)
             run.arm_all(None if start is None else start[0])
-            if start is None:
+            if batch.tokens is not None and start is None:
                 run.fire("tokens", run.outside, batch.tokens)
             try:
                 logits = self.model(**inputs).logits
@@ -97,18 +113,16 @@ class EagerEngine:
     ) -> Iterator[Tensor]:
         """The prompt, then one step a token; see `Engine.generate`."""
         cache, step = self.new_cache(), 0
-        tokens, mask = batch.tokens, batch.mask
         while True:
             live = Taps(taps(step))
             whole = any(address.point in ("lm_head", "logits") for address in live.addresses())
-            logits = self.run(Batch(tokens, mask), live, cache=cache, last_only=not whole)
+            logits = self.run(batch, live, cache=cache, last_only=not whole)
             ids = sample(logits[:, -1])
             if ids is None:
                 return
             yield ids
-            tokens, step = ids[:, None], step + 1
-            if mask is not None:
-                mask = torch.cat([mask, mask.new_ones(mask.shape[0], 1)], 1)
+            mask = None if batch.mask is None else torch.nn.functional.pad(batch.mask, (0, 1), value=1)
+            batch, step = Batch(ids[:, None], mask), step + 1
 
     def new_cache(self) -> DynamicCache:
         """A key/value cache that keeps every position, also on sliding-window layers, so that keys and patterns show whole."""
@@ -131,23 +145,23 @@ class EagerEngine:
             raise Refused(f"{address} cannot be served on {self.facts.architecture} (eager engine): {reason}")
 
     def _inputs(self, batch: Batch, cache: Any, start: tuple[int, Tensor] | None) -> dict[str, Any]:
-        tokens, mask = batch.tokens, batch.mask
-        past = 0 if cache is None else cache.get_seq_length()
-        length = past + tokens.shape[1]
-        if length > self.facts.n_ctx and self.facts.positions == "learned":
-            raise BadInput(f"{length} positions, but {self.facts.model_id} has a context of n_ctx = {self.facts.n_ctx}")
-        if mask is not None and mask.shape != (tokens.shape[0], length):
-            raise BadInput(f"attention mask is {list(mask.shape)}; {past} cached and {tokens.shape[1]} new positions need "
-                           f"{[tokens.shape[0], length]}")
+        (n, new), mask, past = batch.shape, batch.mask, 0 if cache is None else cache.get_seq_length()
+        if past + new > self.facts.n_ctx and self.facts.positions == "learned":
+            raise BadInput(
+                f"the prompt has {past + new} positions, but {self.facts.model_id} has a context of n_ctx = {self.facts.n_ctx}"
+            )
         inputs: dict[str, Any] = {"use_cache": cache is not None}
-        if start is None:
-            if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.facts.d_vocab:
-                raise BadInput(f"token ids run from {int(tokens.min())} to {int(tokens.max())}, but the vocabulary has "
-                               f"{self.facts.d_vocab} entries")
-            inputs["input_ids"] = tokens.to(self.facts.device)
-        else:
+        if start is not None:
             inputs["inputs_embeds"] = torch.zeros_like(start[1]).to(self.facts.device)
+        elif batch.embeds is not None:
+            inputs["inputs_embeds"] = batch.embeds.to(self.facts.device)
+        else:
+            inputs["input_ids"] = batch.tokens.to(self.facts.device)
+            _check_ids(batch.tokens, self.facts.d_vocab)
         if mask is not None:
+            if mask.shape != (n, past + new):
+                raise BadInput(f"the attention mask is {list(mask.shape)}; {past} cached and {new} new positions need "
+                               f"{[n, past + new]}")
             mask = mask.to(self.facts.device)
             positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, past:]
             inputs |= {"attention_mask": mask, "position_ids": positions}
@@ -173,6 +187,11 @@ class EagerEngine:
                 due = stop is None and (unembed or address.point not in ("lm_head", "logits"))
             if due:
                 raise CompatError(f"the tap at {address} never fired: the forward had passed it, or did not go through it")
+
+
+def _check_ids(tokens: Tensor, d_vocab: int) -> None:
+    if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < d_vocab:
+        raise BadInput(f"token ids run from {int(tokens.min())} to {int(tokens.max())}; the vocabulary has {d_vocab} entries")
 
 
 def _end(_: Tensor) -> None:

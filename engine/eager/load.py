@@ -28,7 +28,7 @@ def load_eager(
             model = model.to(device)
     if tokenizer is None:
         tokenizer = load_tokenizer(name, **{k: v for k, v in from_pretrained.items() if k in _SHARED})
-    return EagerEngine(model, tokenizer, model_id=name)
+    return EagerEngine(model, tokenizer, model_id=name, owned=hf_model is None)
 
 
 _SHARED = ("revision", "cache_dir", "token", "trust_remote_code", "local_files_only", "subfolder")

@@ -19,8 +19,9 @@ NORMS = ("attn_norm", "attn_post_norm", "mlp_norm", "mlp_post_norm", "q_norm", "
 class EagerWeights:
     """`weights(name, layer)` in the dtype of the checkpoint; a bias that it lacks is zeros."""
 
-    def __init__(self, tree: Tree) -> None:
+    def __init__(self, tree: Tree, prepare_writing: Callable[[], None]) -> None:
         self._tree = tree
+        self._prepare = prepare_writing
 
     def has(self, name: str, layer: int | None = None) -> bool:
         try:
@@ -33,6 +34,29 @@ class EagerWeights:
         if value is None:
             raise UnknownName(name, _LAYERED if layer is not None else _GLOBAL, what="weight of this checkpoint")
         return value
+
+    def prepare_writing(self) -> None:
+        """A model that somebody else loaded is copied first; an adapter is refused, since it would be added twice."""
+        self._prepare()
+
+    @torch.no_grad()
+    def write(self, name: str, layer: int | None, value: Tensor) -> None:
+        """Copies `value` into the module's own parameter; readers return views of it wherever the layout allows."""
+        tree, module_layer = self._tree, None if layer is None else self._tree.layers[layer]
+        norm = tree.final_norm if layer is None else module_layer.norms.get(name.rsplit("_", 1)[0])
+        if norm is not None and name.endswith(("_gain", "_bias")) and "norm" in name:
+            _write_norm(norm, name.endswith("_bias"), value)
+            return
+        if name == "embed":
+            value = value / torch.as_tensor(getattr(tree.embed, "embed_scale", 1.0)).to(value)
+            tree.embed.weight.copy_(value)
+            return
+        if name.endswith("_bias"):
+            _need_bias(tree, module_layer, name, value)
+        stored = self._read(name, layer)
+        if stored is None:
+            raise UnknownName(name, _LAYERED if layer is not None else _GLOBAL, what="weight of this checkpoint")
+        stored.copy_(value)
 
     def _read(self, name: str, layer: int | None) -> Tensor | None:
         table = _GLOBAL if layer is None else _LAYERED
@@ -59,6 +83,37 @@ def bias(module: nn.Module, like: Tensor) -> Tensor:
     """A linear's bias, or zeros for the output axis of `like` `[in, out]`."""
     stored = getattr(getattr(module, "base_layer", module), "bias", None)
     return stored if stored is not None else like.new_zeros(like.shape[-1])
+
+
+def untie(tree: Tree) -> None:
+    """Gives the unembedding a weight of its own where it shares the embedding's."""
+    if tree.lm_head.weight is tree.embed.weight:
+        tree.lm_head.weight = nn.Parameter(tree.embed.weight.detach().clone())
+
+
+def _write_norm(norm: Norm, of_bias: bool, value: Tensor) -> None:
+    if not of_bias:
+        norm.module.weight.copy_(value - norm.offset)
+    elif getattr(norm.module, "bias", None) is not None:
+        norm.module.bias.copy_(value)
+    elif value.any():
+        raise Refused(f"{type(norm.module).__name__} has no bias that could hold this edit")
+
+
+def _need_bias(tree: Tree, layer: Layer | None, name: str, value: Tensor) -> None:
+    """Gives the linear that owns a bias one of zeros, if it has none and `value` is not zeros."""
+    module = _owner(tree, layer, name.removesuffix("_bias"))
+    if module.bias is None and value.any():
+        module.bias = nn.Parameter(matrix(module).new_zeros(matrix(module).shape[-1]))
+
+
+def _owner(tree: Tree, layer: Layer | None, name: str) -> nn.Module:
+    """The linear that holds a canonical weight."""
+    if layer is None:
+        return tree.lm_head
+    role = {"mlp_in": "up", "mlp_gate": "gate", "mlp_out": "down"}.get(name, name)
+    fused = {"q": "qkv", "k": "qkv", "v": "qkv", "up": "gate_up", "gate": "gate_up"}
+    return layer.parts[role] if role in layer.parts else layer.parts[fused[role]]
 
 
 def _embedding(module: nn.Module) -> Tensor:

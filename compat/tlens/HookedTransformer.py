@@ -1,0 +1,614 @@
+"""`HookedTransformer`: the model class of TransformerLens 1.x to 3.x, over an engine.
+
+The tree of modules carries hook points and shows weights; every forward asks the engine, with a tap for each live place of the
+tree. Numbers are TransformerLens' processed ones by default, shown as views of the raw model (engine/processed.py).
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from compat.tlens import components
+from compat.tlens.ActivationCache import ActivationCache
+from compat.tlens.circuits import CircuitMethods
+from compat.tlens.errors import BadArgument, require
+from compat.tlens.hook_points import HookPoint
+from compat.tlens.HookedRootModule import HookedRootModule
+from compat.tlens.HookedTransformerConfig import HookedTransformerConfig, config_from_facts
+from compat.tlens.live import live_taps
+from compat.tlens.loading_from_pretrained import checkpoint_fields, checkpoint_revision, get_official_model_name
+from compat.tlens.parameters import ModelParameters, Weight, WeightModule
+from compat.tlens.past_key_value_caching import HookedTransformerKeyValueCache
+from compat.tlens.sampling import Prompt, Sampling, Stream, accept_generation_kwargs, read_prompt
+from compat.tlens.tokens import TokenMethods, check_token_ids
+from compat.tlens.utils import USE_DEFAULT_VALUE, LocallyOverridenDefaults, get_attention_mask, get_device, lm_cross_entropy_loss
+from compat.tlens.utilities.devices import move_to_and_update_config
+from engine.eager.load import load_eager
+from engine.errors import BadInput, Refused
+from engine.points import POINTS, Address
+from engine.processed import Pass, Processed, Processing
+from engine.seam import Batch, Engine
+from engine.taps import Tap
+from mappers import tlens as mapper
+
+DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+}
+# hook_embed and hook_tokens stay silent in generate: TransformerLens embeds there without them.
+SILENT_IN_GENERATE = ("hook_embed", "hook_tokens")
+
+
+class Output(NamedTuple):
+    """What `return_type="both"` returns."""
+
+    logits: Tensor  # [batch, pos, d_vocab]
+    loss: Tensor
+
+
+class HookedTransformer(TokenMethods, CircuitMethods, HookedRootModule):
+    """A decoder with a hook point on every activation. Load one with `from_pretrained`."""
+
+    def __init__(
+        self,
+        cfg: HookedTransformerConfig | dict,
+        tokenizer: Any = None,
+        move_to_device: bool = True,
+        default_padding_side: Literal["left", "right"] | None = None,
+    ) -> None:
+        super().__init__()
+        self.cfg = HookedTransformerConfig.unwrap(cfg)
+        loaded = vars(self.cfg).pop("_loaded", None)
+        if loaded is None:
+            raise Refused(
+                "HookedTransformer(cfg) builds a model with random weights, which is not served yet; "
+                "load a checkpoint with HookedTransformer.from_pretrained(name), or pass a module with hf_model="
+            )
+        self.engine: Engine
+        self.engine, processing = loaded
+        self.processed = Processed(self.engine, processing)
+        self.weights_shown = ModelParameters(self.processed)
+        self.folded = processing.fold_norm
+        self.tokenizer, self.dataset = None, None
+        tokenizer = tokenizer if tokenizer is not None else self.engine.tokenizer
+        if tokenizer is not None:
+            self.set_tokenizer(tokenizer, default_padding_side=default_padding_side)
+        elif default_padding_side is not None:
+            logging.warning("default_padding_side is ignored: the model has no tokenizer")
+        self._build_tree()
+        self.setup()
+
+    def _build_tree(self) -> None:
+        facts, cfg, weights = self.engine.facts, self.cfg, self.weights_shown
+        self.embed = components.Embed(weights, cfg)
+        self.hook_embed = HookPoint()  # [batch, pos, d_model]
+        if facts.positions == "learned":
+            self.pos_embed = components.PosEmbed(weights, cfg)
+            self.hook_pos_embed = HookPoint()  # [batch, pos, d_model]
+        if cfg.use_hook_tokens:
+            self.hook_tokens = HookPoint()  # [batch, pos]
+        self.blocks = nn.ModuleList(
+            components.TransformerBlock(weights, cfg, facts, layer) for layer in range(facts.n_layers)
+        )
+        self.ln_final = components.NORMS[cfg.normalization_type](weights, cfg, "final_norm", None)
+        self.unembed = components.Unembed(weights, cfg)
+        for block in self.blocks:
+            block.run_alone = block.attn.run_alone = self._run_alone
+        self.tree_types = {type(module) for module in self.modules()}
+        self._addresses: dict[tuple[str, int | None], Address] = {}
+
+    def address_of(self, row: mapper.Row, layer: int | None) -> Address:
+        """Where a hook point's value lives in the engine."""
+        key = (row.point, layer)
+        if key not in self._addresses:
+            self._addresses[key] = self.processed.shown_at(Address(row.point, layer))
+        return self._addresses[key]
+
+    # --- loading ------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_name: str,
+        fold_ln: bool = True,
+        center_writing_weights: bool = True,
+        center_unembed: bool = True,
+        refactor_factored_attn_matrices: bool = False,
+        checkpoint_index: int | None = None,
+        checkpoint_value: int | None = None,
+        checkpoint_label: int | None = None,
+        hf_model: Any = None,
+        device: str | torch.device | None = None,
+        n_devices: int = 1,
+        tokenizer: Any = None,
+        move_to_device: bool = True,
+        fold_value_biases: bool = True,
+        default_prepend_bos: bool | None = None,
+        default_padding_side: Literal["left", "right"] | None = None,
+        dtype: str | torch.dtype = "float32",
+        first_n_layers: int | None = None,
+        n_ctx: int | None = None,
+        **from_pretrained_kwargs: Any,
+    ) -> HookedTransformer:
+        """Loads a model by TransformerLens name or alias, hub id or local folder, or takes `hf_model` as it is.
+
+        The flags choose which parts of TransformerLens' weight processing the numbers show; no weight is changed.
+        first_n_layers: keep only the first blocks. Other keywords go to transformers' `from_pretrained`.
+        Raises `UnknownModel` (a ValueError) for a name that nothing answers to, `LoadFailed` (an OSError) for a checkpoint
+        that cannot be read or whose parts cannot be resolved.
+        """
+        quantized = from_pretrained_kwargs.get("load_in_8bit") or from_pretrained_kwargs.get("load_in_4bit")
+        require(not quantized, "Quantization not supported")
+        if refactor_factored_attn_matrices:
+            raise Refused("refactor_factored_attn_matrices gives heads another basis; load without it and use FactoredMatrix.svd")
+        name = get_official_model_name(model_name)
+        dtype = DTYPES[dtype] if isinstance(dtype, str) else dtype
+        dtype = from_pretrained_kwargs.pop("torch_dtype", None) or dtype
+        checkpoint: dict[str, Any] = {}
+        if not checkpoint_index is checkpoint_value is checkpoint_label is None:
+            if None not in (checkpoint_value, checkpoint_label):
+                raise BadInput("checkpoint_value and checkpoint_label are the same thing; give one")
+            checkpoint = checkpoint_fields(name, checkpoint_index, checkpoint_label if checkpoint_value is None else checkpoint_value)
+            from_pretrained_kwargs["revision"] = checkpoint_revision(name, checkpoint["checkpoint_value"])
+        if first_n_layers is not None:
+            from_pretrained_kwargs["num_hidden_layers"] = first_n_layers
+        device = device if device is not None or hf_model is not None else get_device()
+        engine = load_eager(name, hf_model=hf_model, tokenizer=tokenizer, dtype=dtype, device=device, **from_pretrained_kwargs)
+        processing = Processing(fold_ln, center_writing_weights, center_unembed, fold_value_biases)
+        fields = {"n_devices": n_devices} | checkpoint | ({} if n_ctx is None else {"n_ctx": n_ctx})
+        cfg = config_from_facts(
+            engine.facts, model_name=name, fold_ln=fold_ln, default_prepend_bos=default_prepend_bos, **fields
+        )
+        cfg._loaded = (engine, processing)
+        model = cls(cfg, tokenizer, move_to_device=False, default_padding_side=default_padding_side)
+        print(f"Loaded pretrained model {model_name} into HookedTransformer")
+        return model
+
+    @classmethod
+    def from_pretrained_no_processing(
+        cls,
+        model_name: str,
+        fold_ln: bool = False,
+        center_writing_weights: bool = False,
+        center_unembed: bool = False,
+        refactor_factored_attn_matrices: bool = False,
+        fold_value_biases: bool = False,
+        dtype: str | torch.dtype = torch.float32,
+        default_prepend_bos: bool | None = None,
+        default_padding_side: Literal["left", "right"] | None = None,
+        **from_pretrained_kwargs: Any,
+    ) -> HookedTransformer:
+        """`from_pretrained` with every part of the processing off: the checkpoint's own numbers."""
+        options = {name: value for name, value in locals().items() if name not in ("cls", "model_name", "from_pretrained_kwargs")}
+        return cls.from_pretrained(model_name, **options, **from_pretrained_kwargs)
+
+    # --- forward ------------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        input: str | list[str] | Tensor,
+        return_type: str | None = "logits",
+        loss_per_token: bool = False,
+        prepend_bos: bool | None = USE_DEFAULT_VALUE,
+        padding_side: Literal["left", "right"] | None = USE_DEFAULT_VALUE,
+        start_at_layer: int | None = None,
+        tokens: Tensor | None = None,
+        shortformer_pos_embed: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        stop_at_layer: int | None = None,
+        past_kv_cache: HookedTransformerKeyValueCache | None = None,
+    ) -> Any:
+        """Logits `[batch, pos, d_vocab]`, the loss (a scalar, or `[batch, pos - 1]` per token), both, or None.
+
+        input: text, texts, ids `[pos]` or `[batch, pos]`; with `start_at_layer` the residual `[batch, pos, d_model]` that
+        enters that layer. With `stop_at_layer` the residual that would enter that layer is returned. Both count from the
+        end when negative. attention_mask: `[batch, pos]`, 0 on padding. past_kv_cache is extended unless frozen.
+        """
+        if shortformer_pos_embed is not None:
+            raise Refused("shortformer models are not served")
+        with LocallyOverridenDefaults(self, prepend_bos=prepend_bos, padding_side=padding_side):
+            residual = None
+            if start_at_layer is None:
+                tokens = self._tokens(input)
+                attention_mask = self._mask(tokens, attention_mask, past_kv_cache)
+            else:
+                require(isinstance(input, Tensor), "with start_at_layer the input is a residual, a tensor")
+                residual = input
+        first, last, _ = slice(start_at_layer, stop_at_layer).indices(self.cfg.n_layers)
+        if residual is not None and stop_at_layer is not None and last <= first:
+            return residual
+        batch = Batch(tokens, attention_mask) if residual is None else Batch(None, attention_mask, embeds=residual)
+        logits, shown = self._run(
+            batch,
+            start=None if residual is None else (first, residual),
+            stop=None if stop_at_layer is None else max(first, last),
+            past_kv_cache=past_kv_cache,
+            unembed=return_type is not None,
+        )
+        if stop_at_layer is not None:
+            return shown.show_stream(logits)
+        if return_type is None:
+            return None
+        return self._returned(shown.show_logits(logits), return_type, tokens, attention_mask, loss_per_token)
+
+    def _returned(self, logits: Tensor, return_type: str, tokens: Tensor | None, mask: Tensor | None, per_token: bool) -> Any:
+        if return_type == "logits":
+            return logits
+        require(tokens is not None, "tokens must be passed in if return_type is 'loss' or 'both'")
+        if return_type not in ("loss", "both"):
+            logging.warning(f"Invalid return_type passed in: {return_type}")
+            return None
+        loss = self.loss_fn(logits, tokens, mask, per_token)
+        return loss if return_type == "loss" else Output(logits, loss)
+
+    def _tokens(self, input: str | list[str] | Tensor) -> Tensor:
+        """Ids `[batch, pos]` on the model's device."""
+        if isinstance(input, (str, list)):
+            require(self.tokenizer is not None, "Must provide a tokenizer if passing a string to the model")
+            input = self.to_tokens(input)
+        tokens = input[None] if input.dim() == 1 else input
+        check_token_ids(tokens, self.cfg.d_vocab)
+        if self.cfg.n_ctx < tokens.shape[-1]:
+            raise BadInput(f"the prompt has {tokens.shape[-1]} positions, but {self.cfg.model_name} has n_ctx = {self.cfg.n_ctx}")
+        return tokens.to(self.cfg.device)
+
+    def _mask(self, tokens: Tensor, mask: Tensor | None, past: HookedTransformerKeyValueCache | None) -> Tensor | None:
+        """The attention mask `[batch, past + pos]`, or None where nothing is padding. Right padding needs none."""
+        left = self.tokenizer is not None and self.tokenizer.padding_side == "left"
+        if mask is None and past is None and not left:
+            return None
+        if mask is None:
+            if self.tokenizer is None:
+                raise BadInput("Cannot compute attention mask without a tokenizer.")
+            mask = get_attention_mask(self.tokenizer, tokens, self.cfg.default_prepend_bos)
+        require(mask.shape == tokens.shape, f"Attention mask shape {mask.shape} does not match tokens shape {tokens.shape}")
+        return mask.to(self.cfg.device) if past is None else past.append_attention_mask(mask.to(self.cfg.device))
+
+    def _run(
+        self,
+        batch: Batch,
+        *,
+        start: tuple[int, Tensor] | None = None,
+        stop: int | None = None,
+        past_kv_cache: HookedTransformerKeyValueCache | None = None,
+        unembed: bool = True,
+        taps: Sequence[Tap] = (),
+        alone: nn.Module | None = None,
+    ) -> tuple[Tensor | None, Pass]:
+        """One engine forward with every live place tapped; the raw result, and the views to show it with."""
+        self.weights_shown.carry_edits()
+        shown = self.processed.new_pass()
+        if start is not None:
+            start = (start[0], shown.enter_stream(start[1]))
+        taps = [*taps, *live_taps(self, shown, alone=alone)]
+        options = dict(start=start, stop=stop, grad=torch.is_grad_enabled(), unembed=unembed)
+        if past_kv_cache is None:
+            return self.engine.run(batch, taps, **options), shown
+        cache, reads = _extended(past_kv_cache, self.engine, shown)
+        result = self.engine.run(batch, taps + reads, cache=cache, **options)
+        if not past_kv_cache.frozen:
+            past_kv_cache.wrote(cache)
+        return result, shown
+
+    def _run_alone(self, module: nn.Module, inputs: tuple[Tensor, ...], mask: Tensor | None) -> Tensor:
+        """One block on a residual, or one attention on its normalized inputs, with the hooks inside it."""
+        layer = module.layer_index
+        if isinstance(module, components.TransformerBlock):
+            out, shown = self._run(Batch(None, mask, embeds=inputs[0]), start=(layer, inputs[0]), stop=layer + 1, alone=module)
+            return shown.show_stream(out)
+        dummy = torch.zeros_like(inputs[0])
+        got: list[Tensor] = []
+        if self.folded:  # the norm before attention hands q, k and v their inputs one after another
+            waiting = list(inputs)
+            feed = Tap(Address("attn_norm_normalized", layer), lambda x: waiting.pop(0).to(x))
+        else:
+            require(inputs[0] is inputs[1] is inputs[2], "without fold_ln one tensor is the input of q, k and v")
+            feed = Tap(Address("attn_in", layer), lambda x: inputs[0])
+        read = Tap(Address("attn_out", layer), lambda x: got.append(x), reads=True)
+        _, shown = self._run(
+            Batch(None, mask, embeds=dummy), start=(layer, dummy), stop=layer + 1, taps=[feed, read], alone=module
+        )
+        view = shown.view(Address("attn_out", layer))
+        return got[0] if view is None else view[0](got[0])
+
+    def input_to_embed(
+        self,
+        input: str | list[str] | Tensor,
+        prepend_bos: bool | None = USE_DEFAULT_VALUE,
+        padding_side: Literal["left", "right"] | None = USE_DEFAULT_VALUE,
+        attention_mask: Tensor | None = None,
+        past_kv_cache: HookedTransformerKeyValueCache | None = None,
+    ) -> tuple[Tensor, Tensor, None, Tensor | None]:
+        """The residual that enters block 0 `[batch, pos, d_model]`, the ids, None, and the attention mask if one is needed."""
+        with LocallyOverridenDefaults(self, prepend_bos=prepend_bos, padding_side=padding_side):
+            tokens = self._tokens(input)
+            mask = self._mask(tokens, attention_mask, past_kv_cache)
+        residual, shown = self._run(Batch(tokens, mask), stop=0, past_kv_cache=past_kv_cache)
+        return shown.show_stream(residual), tokens, None, mask
+
+    def loss_fn(
+        self, logits: Tensor, tokens: Tensor, attention_mask: Tensor | None = None, per_token: bool = False
+    ) -> Tensor:
+        """Next-token cross entropy: the mean, or `[batch, pos - 1]`."""
+        return lm_cross_entropy_loss(logits, tokens.to(logits.device), attention_mask, per_token)
+
+    def run_with_cache(
+        self, *model_args: Any, return_cache_object: bool = True, remove_batch_dim: bool = False, **kwargs: Any
+    ) -> tuple[Any, ActivationCache | dict[str, Tensor]]:
+        """One forward and its activations by name; see `HookedRootModule.run_with_cache` for the arguments."""
+        out, cache = super().run_with_cache(*model_args, remove_batch_dim=remove_batch_dim, **kwargs)
+        cache = dict(sorted(cache.items(), key=lambda item: self._firing_order(item[0])))
+        return out, ActivationCache(cache, self, has_batch_dim=not remove_batch_dim) if return_cache_object else cache
+
+    def _firing_order(self, name: str) -> tuple[bool, int, int]:
+        """Sorts names as TransformerLens fires them: q, k and v before the norms of q and k; gradients come after, backwards."""
+        backward, name = name.endswith("_grad"), name.removesuffix("_grad")
+        try:
+            address = mapper.to_address(name, self.engine.facts)
+        except KeyError:  # a hook point that the user added
+            return backward, 0, 0
+        point = list(POINTS).index(address.point)
+        layer = address.layer if address.layer is not None else -1 if point < list(POINTS).index("resid_pre") else self.cfg.n_layers
+        return (backward, -layer, -point) if backward else (backward, layer, point)
+
+    def check_hooks_to_add(
+        self,
+        hook_point: HookPoint,
+        hook_point_name: str,
+        hook: Any,
+        dir: str = "fwd",
+        is_permanent: bool = False,
+        prepend: bool = False,
+    ) -> None:
+        flag = mapper.flag(hook_point_name)
+        require(
+            flag is None or getattr(self.cfg, flag), f"Cannot add hook {hook_point_name} if {flag} is False: it would never fire"
+        )
+
+    def _enable_hook(self, name: Any, hook: Any, dir: Any) -> None:
+        """A hook of a context by its own name must be able to fire; a sweep over names passes over what is switched off."""
+        if isinstance(name, str) and name in self.mod_dict and not getattr(hook, "reads_only", False):
+            self.check_hooks_to_add(self.mod_dict[name], name, hook, dir=dir)
+        super()._enable_hook(name, hook, dir)
+
+    # --- generation ---------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        input: str | list[str] | Tensor = "",
+        max_new_tokens: int = 10,
+        stop_at_eos: bool = True,
+        eos_token_id: int | Sequence[int] | None = None,
+        do_sample: bool = True,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        temperature: float = 1.0,
+        freq_penalty: float = 0.0,
+        use_past_kv_cache: bool = True,
+        prepend_bos: bool | None = USE_DEFAULT_VALUE,
+        padding_side: Literal["left", "right"] | None = USE_DEFAULT_VALUE,
+        return_type: str | None = "input",
+        verbose: bool = True,
+        **generation_kwargs: Any,
+    ) -> Any:
+        """Continues a prompt: text, texts (padded on the left), ids `[batch, pos]` or embeddings `[batch, pos, d_model]`.
+
+        Hooks fire at every step: on the whole prompt, then on one position a step (on everything again without
+        `use_past_kv_cache`). Samples by default. return_type: "input" mirrors the input, or "str", "tokens", "embeds".
+        output_logits=True returns Hugging Face's output with the logits of each step.
+        """
+        output_logits = accept_generation_kwargs(generation_kwargs)
+        with LocallyOverridenDefaults(self, prepend_bos=prepend_bos, padding_side=padding_side):
+            prompt = read_prompt(self, input, return_type, prepend_bos, padding_side)
+            sampling = Sampling(
+                prompt, self.tokenizer, max_new_tokens, stop_at_eos=stop_at_eos, eos_token_id=eos_token_id, do_sample=do_sample,
+                top_k=top_k, top_p=top_p, temperature=temperature, freq_penalty=freq_penalty, output_logits=output_logits,
+            )
+            for _ in tqdm(self._steps(prompt, sampling, use_past_kv_cache), total=max_new_tokens, disable=not verbose):
+                pass
+            return sampling.result(self.tokenizer, self.embed)
+
+    @torch.inference_mode()
+    def generate_stream(
+        self,
+        input: str | Tensor = "",
+        max_new_tokens: int = 10,
+        max_tokens_per_yield: int = 25,
+        stop_at_eos: bool = True,
+        eos_token_id: int | Sequence[int] | None = None,
+        do_sample: bool = True,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        temperature: float = 1.0,
+        freq_penalty: float = 0.0,
+        use_past_kv_cache: bool = True,
+        prepend_bos: bool | None = USE_DEFAULT_VALUE,
+        padding_side: Literal["left", "right"] | None = USE_DEFAULT_VALUE,
+        return_type: str | None = "input",
+        verbose: bool = True,
+    ) -> Iterator[str | Tensor]:
+        """`generate`, handed out piece by piece: text or ids `[batch, pos]`, the first piece with the prompt."""
+        with LocallyOverridenDefaults(self, prepend_bos=prepend_bos, padding_side=padding_side):
+            prompt = read_prompt(self, input, return_type, prepend_bos, padding_side)
+            sampling = Sampling(
+                prompt, self.tokenizer, max_new_tokens, stop_at_eos=stop_at_eos, eos_token_id=eos_token_id, do_sample=do_sample,
+                top_k=top_k, top_p=top_p, temperature=temperature, freq_penalty=freq_penalty,
+            )
+            stream = Stream(prompt.tokens, max_tokens_per_yield)
+            shape = (lambda ids: self.tokenizer.decode(ids[0], skip_special_tokens=True)) if prompt.return_type == "str" else lambda ids: ids
+            for ids in tqdm(self._steps(prompt, sampling, use_past_kv_cache), total=max_new_tokens, disable=not verbose):
+                piece = stream.push(ids)
+                if piece is not None:
+                    yield shape(piece)
+            rest = stream.rest()
+            if rest is not None:
+                yield shape(rest)
+
+    def _steps(self, prompt: Prompt, sampling: Sampling, use_cache: bool) -> Iterator[Tensor]:
+        """Runs the engine until the sampling is done, and hands out each step's ids `[batch]`."""
+        self.weights_shown.carry_edits()
+        if prompt.tokens is not None:
+            check_token_ids(prompt.tokens, self.cfg.d_vocab)
+        mask = None if prompt.mask is None or bool(prompt.mask.all()) else prompt.mask
+        batch = Batch(prompt.tokens, mask, embeds=prompt.embeds)
+        latest: list[Pass] = []
+
+        def taps(step: int = 0) -> list[Tap]:
+            latest[:] = [self.processed.new_pass()]
+            return live_taps(self, latest[0], leave_out=SILENT_IN_GENERATE)
+
+        def choose(logits: Tensor) -> Tensor | None:
+            return None if sampling.done else sampling.next(latest[0].show_last_logits(logits))
+
+        if sampling.done:
+            return
+        if use_cache:
+            for ids in self.engine.generate(batch, taps, choose):
+                yield ids
+                if sampling.done:
+                    return
+        while not sampling.done:
+            if sampling.chosen:
+                if prompt.embeds is not None:
+                    batch = Batch(None, None, embeds=torch.hstack([prompt.embeds, self.embed(sampling.new_tokens)]))
+                else:
+                    batch = Batch(sampling.tokens, None if mask is None else sampling.mask)
+            yield choose(self.engine.run(batch, taps())[:, -1])
+
+    # --- what the model is made of ------------------------------------------------------------------------------------
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The parameters of the Hugging Face model, which training changes."""
+        return self.engine.model.parameters(recurse)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters under their Hugging Face names."""
+        return self.engine.model.named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """The processed weights under TransformerLens' names, as copies."""
+        return {name: self.weights_shown.peek(*where).clone() for name, where in self._weight_names().items()}
+
+    def load_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True, assign: bool = False) -> Any:
+        """Takes weights under TransformerLens' names; they are in force from the next forward on."""
+        names = self._weight_names()
+        missing = [name for name in names if name not in state_dict]
+        unexpected = [name for name in state_dict if name not in names and not name.endswith(_BUFFERS)]
+        if strict and (missing or unexpected):
+            raise RuntimeError(f"state dict does not fit: missing {missing[:5]}, unexpected {unexpected[:5]}")
+        for name in names.keys() & state_dict.keys():
+            self.weights_shown.set(*names[name], state_dict[name])
+        return nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+    def _weight_names(self) -> dict[str, tuple[str, int | None]]:
+        """TransformerLens' parameter names -> canonical name and layer."""
+        found: dict[str, tuple[str, int | None]] = {}
+        for path, module in self.named_modules():
+            if not isinstance(module, WeightModule):
+                continue
+            attributes = {name: value for owner in reversed(type(module).__mro__) for name, value in vars(owner).items()}
+            for attribute, weight in attributes.items():
+                if isinstance(weight, Weight) and not weight.repeat:
+                    found[f"{path}.{attribute}"] = (weight.name, module.layer_index)
+            if isinstance(module, (components.LayerNorm, components.RMSNorm)):
+                kinds = {"w": "gain", "b": "bias"} if module.centres else {"w": "gain"}
+                found |= {f"{path}.{a}": (f"{module.norm_name}_{kind}", module.layer_index) for a, kind in kinds.items()}
+        return found
+
+    @property
+    def n_params_total(self) -> int:
+        """The number of weights that TransformerLens counts: untied, and with the biases that a checkpoint leaves out."""
+        return sum(self.weights_shown.peek(*where).numel() for where in self._weight_names().values())
+
+    def to(self, device_or_dtype: torch.device | str | torch.dtype, print_details: bool = True) -> HookedTransformer:
+        """Moves or casts the model, and `cfg` with it."""
+        return move_to_and_update_config(self, device_or_dtype, print_details)
+
+    def cuda(self, device: int | torch.device | None = None) -> HookedTransformer:
+        return self.to("cuda" if device is None else f"cuda:{device}" if isinstance(device, int) else device)
+
+    def cpu(self) -> HookedTransformer:
+        return self.to(torch.device("cpu"))
+
+    def mps(self) -> HookedTransformer:
+        return self.to(torch.device("mps"))
+
+    def move_model_modules_to_device(self) -> None:
+        """Moves the model to `cfg.device`."""
+        self.to(self.cfg.device, print_details=False)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> HookedTransformer:
+        self.weights_shown.forget()
+        self.engine.model._apply(fn)
+        self.engine.refresh_facts()
+        self._addresses.clear()
+        return super()._apply(fn, recurse)
+
+    # --- switches -----------------------------------------------------------------------------------------------------
+
+    def set_use_attn_result(self, use_attn_result: bool) -> None:
+        """Whether `hook_result`, each head's share of attention's output, is computed and fires."""
+        self.cfg.use_attn_result = use_attn_result
+
+    def set_use_split_qkv_input(self, use_split_qkv_input: bool) -> None:
+        """Whether each head's query, key and value reads a copy of the stream of its own."""
+        self.cfg.use_split_qkv_input = use_split_qkv_input
+
+    def set_use_hook_mlp_in(self, use_hook_mlp_in: bool) -> None:
+        """Whether `hook_mlp_in`, the MLP's own copy of the stream, fires."""
+        self.cfg.use_hook_mlp_in = use_hook_mlp_in
+
+    def set_use_attn_in(self, use_attn_in: bool) -> None:
+        """Whether `hook_attn_in`, each head's own copy of the stream, fires."""
+        require(
+            self.cfg.n_key_value_heads is None,
+            "Can't use attn_in with GroupedQueryAttention, please use split_qkv_input instead",
+        )
+        self.cfg.use_attn_in = use_attn_in
+
+    def set_ungroup_grouped_query_attention(self, ungroup_grouped_query_attention: bool) -> None:
+        """Refused when on: keys and values keep one head a group here, as the model computes them."""
+        if ungroup_grouped_query_attention and self.engine.facts.n_kv_heads != self.engine.facts.n_heads:
+            raise Refused("ungrouped keys and values are not served yet; hook_k and hook_v have one head a group")
+        self.cfg.ungroup_grouped_query_attention = ungroup_grouped_query_attention
+
+
+_BUFFERS = ("attn.mask", "attn.IGNORE", "attn.rotary_sin", "attn.rotary_cos")
+
+
+def _extended(past: HookedTransformerKeyValueCache, engine: Engine, shown: Pass) -> tuple[Any, list[Tap]]:
+    """The engine's cache that a run continues (a copy if frozen), and the taps that keep the entries in step with it."""
+    reason = past.disagreement()
+    if reason is not None:
+        raise Refused(f"past_kv_cache cannot be continued: {reason}")
+    cache = engine.new_cache() if past.engine_cache is None else past.engine_cache
+    cache = copy.deepcopy(cache) if past.frozen else cache
+    keys = "k_norm_out" if engine.facts.qk_norm else "k"  # TransformerLens keeps keys after QK-norm, before rotary
+    new_keys: dict[int, Tensor] = {}
+    taps = []
+    for layer, entry in enumerate(past.entries):
+        address = Address("value", layer)
+        view = shown.view(address)
+
+        def append(value: Tensor, layer: int = layer, entry: Any = entry, view: Any = view) -> None:
+            entry.append(new_keys.pop(layer), value if view is None else view[0](value))
+
+        def note(key: Tensor, layer: int = layer) -> None:
+            new_keys[layer] = key
+
+        taps += [Tap(Address(keys, layer), note, reads=True), Tap(address, append, reads=True)]
+    return cache, taps

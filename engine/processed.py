@@ -1,0 +1,296 @@
+"""Processed numerics as views: norms folded, writing weights and unembedding centred, value biases folded, no weight touched.
+
+Each processed activation is an affine view of the raw one, so one raw engine serves both, and an edit of the view goes back
+through its inverse. With W' the processed weights (formulas: Elhage et al. 2021, "A Mathematical Framework for Transformer
+Circuits", and LayerNorm's invariance to the mean of its input):
+
+    reading weights   W' = gain * W, centred over D on LayerNorm models;  b' = b + norm_bias W
+    writing weights   W' and b' centred over D (LayerNorm models only)
+    value bias        c = b_V + norm_bias W_V goes into the output bias:  b_O' = b_O + sum_h c_h W_O_h, and b_V' = 0
+    unembedding       W_U' = gain * W_U, centred over D, then over V;  b_U' = b_U + norm_bias W_U, centred over V
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.points import Address
+from engine.seam import Engine, Facts
+from engine.taps import Tap
+
+
+@dataclass(frozen=True)
+class Processing:
+    """Which parts of the processing are on."""
+
+    fold_norm: bool = True
+    centre_writing: bool = True
+    centre_unembed: bool = True
+    fold_value_biases: bool = True
+
+    def for_family(self, facts: Facts) -> Processing:
+        """The parts that make sense: RMSNorm models keep their mean, and a soft cap after the unembedding feels a shift."""
+        return Processing(
+            self.fold_norm,
+            self.centre_writing and facts.norm == "layer",
+            self.centre_unembed and facts.logit_softcap is None,
+            self.fold_value_biases,
+        )
+
+
+RAW = Processing(False, False, False, False)
+
+# points whose value is what a writing weight adds to the stream, and points that are the stream itself
+CONTRIBUTIONS = ("embeddings", "pos_embed", "attn_out", "attn_out_post", "mlp_out", "mlp_out_post")
+STREAM = ("resid_pre", "resid_mid", "resid_post")
+STREAM_COPIES = ("attn_stream_in", "q_input", "k_input", "v_input", "mlp_stream_in")
+_READS_FROM = {"q": "attn_norm", "k": "attn_norm", "v": "attn_norm", "mlp_in": "mlp_norm", "mlp_gate": "mlp_norm"}
+
+
+def centred(x: Tensor) -> Tensor:
+    return x - x.mean(-1, keepdim=True)
+
+
+class Processed:
+    """The processed weights of an engine, and a `Pass` for each forward that shows its activations the same way."""
+
+    def __init__(self, engine: Engine, wanted: Processing) -> None:
+        self.engine = engine
+        self.processing = wanted.for_family(engine.facts)
+        self._value_offsets: dict[int, Tensor] = {}
+
+    def shown_at(self, address: Address) -> Address:
+        """With norms folded, what the unembedding receives is the normalized stream before gain and bias."""
+        folded = self.processing.fold_norm and address.point == "final_norm"
+        return Address("final_norm_normalized") if folded else address
+
+    def value_offset(self, layer: int) -> Tensor | None:
+        """c, what the view takes off the values of a layer, `[K, dh]`; None where it is nothing."""
+        if not self.processing.fold_value_biases:
+            return None
+        if layer not in self._value_offsets:
+            self._value_offsets[layer] = self._bias("v", layer).detach()
+        offset = self._value_offsets[layer]
+        return offset if bool(offset.any()) else None
+
+    @torch.no_grad()
+    def weight(self, name: str, layer: int | None = None) -> Tensor:
+        """A processed weight or bias, by the names and layouts of `engine.seam.Weights`."""
+        on = self.processing
+        base, is_bias = name.removesuffix("_bias"), name.endswith("_bias")
+        if base in _READS_FROM:
+            return self._reading_bias(base, layer) if is_bias else self._reading(base, layer)
+        if base == "unembed":
+            value = self._unembed_bias() if is_bias else self._unembed()
+            return centred(value) if on.centre_unembed else value
+        if name == "o_bias":
+            value = self._output_bias(layer)
+        else:
+            value = self.engine.weights(name, layer)
+        return centred(value) if on.centre_writing and base in ("embed", "pos_embed", "o", "mlp_out") else value
+
+    def _folds(self, norm: str, layer: int | None) -> bool:
+        return self.processing.fold_norm and self.engine.weights.has(f"{norm}_gain", layer)
+
+    def _reading(self, name: str, layer: int) -> Tensor:
+        raw, norm = self.engine.weights(name, layer), _READS_FROM[name]
+        if not self._folds(norm, layer):
+            return raw
+        folded = raw * self.engine.weights(f"{norm}_gain", layer)[:, None]
+        return folded - folded.mean(-2, keepdim=True) if self.engine.facts.norm == "layer" else folded
+
+    def _reading_bias(self, name: str, layer: int) -> Tensor:
+        if name == "v" and self.processing.fold_value_biases:
+            return torch.zeros_like(self.engine.weights("v_bias", layer))
+        return self._bias(name, layer)
+
+    def _bias(self, name: str, layer: int) -> Tensor:
+        """b + norm_bias W, with the raw W."""
+        bias, norm = self.engine.weights(f"{name}_bias", layer), _READS_FROM[name]
+        if not self._folds(norm, layer):
+            return bias
+        return bias + self.engine.weights(f"{norm}_bias", layer) @ self.engine.weights(name, layer)
+
+    def _output_bias(self, layer: int) -> Tensor:
+        bias, offset = self.engine.weights("o_bias", layer), self.value_offset(layer)
+        if offset is None:
+            return bias
+        return bias + torch.einsum("hd,hdm->m", self.per_query_head(offset), self.engine.weights("o", layer))
+
+    def _unembed(self) -> Tensor:
+        raw = self.engine.weights("unembed")
+        if not self.processing.fold_norm:
+            return raw
+        folded = raw * self.engine.weights("final_norm_gain")[:, None]
+        return folded - folded.mean(0, keepdim=True) if self.engine.facts.norm == "layer" else folded
+
+    def _unembed_bias(self) -> Tensor:
+        bias = self.engine.weights("unembed_bias")
+        if not self.processing.fold_norm:
+            return bias
+        return bias + self.engine.weights("final_norm_bias") @ self.engine.weights("unembed")
+
+    def per_query_head(self, per_kv_head: Tensor) -> Tensor:
+        """`[K, ...]` -> `[H, ...]`."""
+        facts = self.engine.facts
+        return per_kv_head.repeat_interleave(facts.n_heads // facts.n_kv_heads, dim=0)
+
+    @torch.no_grad()
+    def write(self, edits: dict[tuple[str, int | None], Tensor]) -> None:
+        """Writes the processed weights, with these edits of them, into the model; from then on the raw model is the processed.
+
+        Raises `Refused` where the engine cannot hold them.
+        """
+        self.engine.weights.prepare_writing()
+        if self.processing != RAW:
+            for layer in range(self.engine.facts.n_layers):
+                self._write_layer(layer)
+            self._write_ends()
+            self.processing, self._value_offsets = RAW, {}
+        for (name, layer), value in edits.items():
+            self.engine.weights.write(name, layer, value)
+
+    def _write_layer(self, layer: int) -> None:
+        weights = self.engine.weights
+        names = ("q", "k", "v", "o", "mlp_in", "mlp_gate", "mlp_out")
+        values = {n: self.weight(n, layer) for name in names for n in (name, f"{name}_bias") if weights.has(n, layer)}
+        for name, value in {name: value.clone() for name, value in values.items()}.items():
+            weights.write(name, layer, value)
+        for norm in set(_READS_FROM.values()):
+            if self._folds(norm, layer):
+                self._write_plain_norm(norm, layer)
+
+    def _write_ends(self) -> None:
+        weights = self.engine.weights
+        names = [name for name in ("embed", "pos_embed", "unembed", "unembed_bias") if weights.has(name)]
+        for name, value in {name: self.weight(name).clone() for name in names}.items():
+            weights.write(name, None, value)
+        if self.processing.fold_norm:
+            self._write_plain_norm("final_norm", None)
+
+    def _write_plain_norm(self, norm: str, layer: int | None) -> None:
+        gain = self.engine.weights(f"{norm}_gain", layer)
+        self.engine.weights.write(f"{norm}_gain", layer, torch.ones_like(gain))
+        self.engine.weights.write(f"{norm}_bias", layer, torch.zeros_like(gain))
+
+    def new_pass(self) -> Pass:
+        """The views of one forward."""
+        return Pass(self)
+
+
+View = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
+
+
+class Pass:
+    """The views of one forward. The stream's own mean never shows, but a mean that an edit writes is carried and does."""
+
+    def __init__(self, processed: Processed) -> None:
+        self._processed = processed
+        self._on = processed.processing
+        self._carried: Tensor | float = 0.0  # [b, p, 1], the mean that edits have put into the stream
+        self._written: dict[Address, Tensor] = {}  # [b, p, 1], the mean that an edit wrote at an address off the stream
+        self._row_sums: dict[int, Tensor] = {}
+
+    def view(self, address: Address) -> View | None:
+        """(raw -> shown, shown -> raw) at an address, or None where they are the same."""
+        point, on = address.point, self._on
+        if point in ("lm_head", "logits"):
+            unembedding = Address("lm_head")  # what is written there is returned as it is
+            return self._off_stream(unembedding) if on.centre_unembed else None
+        if point in ("value", "z"):
+            offset = self._processed.value_offset(address.layer)
+            if offset is None:
+                return None
+            offset = offset if point == "value" else self._processed.per_query_head(offset)
+            return (lambda x: x - offset.to(x), lambda shown: shown + offset.to(shown))
+        if point == "attn_result":
+            return self._result_view(address.layer)
+        if not on.centre_writing:
+            return None
+        if point in STREAM:
+            return self.show_stream, self._take_stream
+        if point in STREAM_COPIES:
+            return self.show_stream, lambda shown: shown
+        if point in CONTRIBUTIONS:
+            return self._off_stream(address)
+        return None
+
+    def enter_stream(self, residual: Tensor) -> Tensor:
+        """A residual that the user starts the forward with keeps its mean."""
+        return self._take_stream(residual) if self._on.centre_writing else residual
+
+    def show_stream(self, x: Tensor) -> Tensor:
+        """The stream `[b, p, D]`, or one copy a head `[b, p, heads, D]`."""
+        if not self._on.centre_writing:
+            return x
+        carried = self._carried
+        return centred(x) + (carried[:, :, None] if isinstance(carried, Tensor) and x.dim() == 4 else carried)
+
+    def _take_stream(self, shown: Tensor) -> Tensor:
+        self._carried = shown.mean(-1, keepdim=True)
+        return shown
+
+    def show_logits(self, logits: Tensor) -> Tensor:
+        """Logits `[batch, pos, d_vocab]`."""
+        view = self.view(Address("logits"))
+        return logits if view is None else view[0](logits)
+
+    def show_last_logits(self, logits: Tensor) -> Tensor:
+        """Logits of the last position, `[batch, d_vocab]`."""
+        if not self._on.centre_unembed:
+            return logits
+        written = self._written.get(Address("lm_head"))
+        return centred(logits) + (0.0 if written is None else written[:, -1])
+
+    def _off_stream(self, address: Address) -> View:
+        """Centred, but for a mean that an edit at this address wrote; on its way into the stream that mean is carried."""
+        if address.point in ("attn_out", "mlp_out"):  # LayerNorm models have no norm in between, so it is one value
+            address = Address(f"{address.point}_post", address.layer)
+
+        def show(x: Tensor) -> Tensor:
+            return centred(x) + self._written.get(address, 0.0)
+
+        def take(shown: Tensor) -> Tensor:
+            mean = shown.mean(-1, keepdim=True)
+            if address.point in CONTRIBUTIONS:
+                self._carried = self._carried + mean - self._written.get(address, 0.0)
+            self._written[address] = mean
+            return shown
+
+        return show, take
+
+    def _result_view(self, layer: int) -> View | None:
+        """A head's result of the shown z; taking it back adds nothing that the shared bias does not already hold."""
+        offset = self._processed.value_offset(layer)
+        if offset is None and not self._on.centre_writing:
+            return None
+        shift: Tensor | float = 0.0
+        if offset is not None:
+            per_head = self._processed.per_query_head(offset)
+            shift = torch.einsum("hd,hdm->hm", per_head, self._processed.engine.weights("o", layer))
+        centre = centred if self._on.centre_writing else lambda x: x
+        return (lambda x: centre(x - shift), lambda shown: shown + shift)
+
+    def companions(self, tapped: Iterable[Address]) -> tuple[list[Tap], list[Tap]]:
+        """Taps that must run (before, after) the user's where an edited pattern's rows may not sum to one.
+
+        There sum_k p_k (v_k - c) is z - c * sum_k p_k, not z - c, so z takes up c for what the rows lack.
+        """
+        before, after = [], []
+        for layer in {a.layer for a in tapped if a.point in ("attn_scores", "attn_probs")}:
+            offset = self._processed.value_offset(layer)
+            if offset is not None:
+                per_head = self._processed.per_query_head(offset)
+                after.append(Tap(Address("attn_probs", layer), lambda p, at=layer: self._note_row_sums(at, p), reads=True))
+                before.append(Tap(Address("z", layer), lambda z, at=layer, c=per_head: self._restore(at, z, c)))
+        return before, after
+
+    def _note_row_sums(self, layer: int, pattern: Tensor) -> None:
+        self._row_sums[layer] = pattern.sum(-1).transpose(1, 2)[..., None]  # [b, p, H, 1]
+
+    def _restore(self, layer: int, z: Tensor, offset: Tensor) -> Tensor:
+        return z + offset.to(z) * (1 - self._row_sums.pop(layer))
