@@ -209,12 +209,14 @@ class Pass:
             return (lambda x: x - offset.to(x), lambda shown: shown + offset.to(shown))
         if point == "attn_result":
             return self._result_view(address.layer)
+        if point.endswith("norm_normalized") and on.fold_norm and self._processed.engine.facts.norm == "layer":
+            return self._normalized_view(address)
         if not on.centre_writing:
             return None
         if point in STREAM:
             return self.show_stream, self._take_stream
         if point in STREAM_COPIES:
-            return self.show_stream, lambda shown: shown
+            return (lambda x: self._show_copy(address, x)), (lambda shown: shown)
         if point in CONTRIBUTIONS:
             return self._off_stream(address)
         return None
@@ -229,6 +231,13 @@ class Pass:
             return x
         carried = self._carried
         return centred(x) + (carried[:, :, None] if isinstance(carried, Tensor) and x.dim() == 4 else carried)
+
+    def _show_copy(self, address: Address, x: Tensor) -> Tensor:
+        """A branch's own copy of the stream. A parallel block's MLP reads the stream from before its attention wrote."""
+        shown = self.show_stream(x)
+        if address.point == "mlp_stream_in" and self._processed.engine.facts.parallel:
+            shown = shown - self._written.get(Address("attn_out_post", address.layer), 0.0)
+        return shown
 
     def _take_stream(self, shown: Tensor) -> Tensor:
         self._carried = shown.mean(-1, keepdim=True)
@@ -255,16 +264,19 @@ class Pass:
             return centred(x) + self._written.get(address, 0.0)
 
         def take(shown: Tensor) -> Tensor:
-            mean = shown.mean(-1, keepdim=True)
-            if address.point in CONTRIBUTIONS:
-                self._carried = self._carried + mean - self._written.get(address, 0.0)
-            self._written[address] = mean
+            self._carry(address, shown.mean(-1, keepdim=True))
             return shown
 
         return show, take
 
+    def _carry(self, address: Address, mean: Tensor) -> None:
+        """Notes the mean that an edit wrote at an address; a contribution takes it along into the stream."""
+        if address.point in CONTRIBUTIONS:
+            self._carried = self._carried + mean - self._written.get(address, 0.0)
+        self._written[address] = mean
+
     def _result_view(self, layer: int) -> View | None:
-        """A head's result of the shown z; taking it back adds nothing that the shared bias does not already hold."""
+        """A head's result of the shown z, centred: the value offset's share sits in the output bias that all heads add up to."""
         offset = self._processed.value_offset(layer)
         if offset is None and not self._on.centre_writing:
             return None
@@ -272,8 +284,25 @@ class Pass:
         if offset is not None:
             per_head = self._processed.per_query_head(offset)
             shift = torch.einsum("hd,hdm->hm", per_head, self._processed.engine.weights("o", layer))
-        centre = centred if self._on.centre_writing else lambda x: x
-        return (lambda x: centre(x - shift), lambda shown: shown + shift)
+        if not self._on.centre_writing:
+            return (lambda x: x - shift), (lambda shown: shown + shift)
+
+        def take(shown: Tensor) -> Tensor:
+            self._carry(Address("attn_out_post", layer), shown.sum(-2).mean(-1, keepdim=True))
+            return shown + shift
+
+        return (lambda x: centred(x - shift)), take
+
+    def _normalized_view(self, address: Address) -> View:
+        """Folded reading weights are centred over D, so a mean that is written here shows but reaches nothing."""
+
+        def take(shown: Tensor) -> Tensor:
+            mean = shown.mean(-1, keepdim=True)
+            if address.layer is None:  # the unembedding's input is the same value, shown once more
+                self._written[address] = mean
+            return shown - mean
+
+        return (lambda x: x + self._written.get(address, 0.0)), take
 
     def companions(self, tapped: Iterable[Address]) -> tuple[list[Tap], list[Tap]]:
         """Taps that must run (before, after) the user's where an edited pattern's rows may not sum to one.

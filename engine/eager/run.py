@@ -426,7 +426,8 @@ def embed_out(run: Run, state: State, y: Tensor, x: Tensor) -> Tensor:
 
 
 def pos_embed_out(run: Run, state: State, y: Tensor, x: Tensor) -> Tensor:
-    return run.fire("pos_embed", state, y.expand(run.batch_size, -1, -1))
+    y = y.expand(run.batch_size, -1, -1)
+    return run.fire("pos_embed", state, y.clone() if run.writes("pos_embed", state) else y)
 
 
 def final_norm_out(run: Run, state: State, y: Tensor, x: Tensor) -> Tensor:
