@@ -41,21 +41,19 @@ def attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     run = current_run()
     state = run.attention_state(module) if run is not None else None
-    if state is not None:
-        state.seen_value = value
-        if any(run.tapped(point, state) for point in INSIDE):
-            unknown = [name for name in _NOT_FOR_SDPA[1:] if kwargs.get(name) is not None]
-            if unknown:
-                raise Refused(f"the attention of layer {state.index} takes {unknown[0]}, which the explicit path has no formula for")
-            return explicit_attention(
-                query,
-                key,
-                value,
-                mask=attention_mask,
-                scaling=scaling,
-                softcap=kwargs.get("softcap"),
-                fire=lambda point, tensor: run.fire(point, state, tensor),
-            )
+    if state is not None and any(run.tapped(point, state) for point in INSIDE):
+        unknown = [name for name in _NOT_FOR_SDPA[1:] if kwargs.get(name) is not None]
+        if unknown:
+            raise Refused(f"the attention of layer {state.index} takes {unknown[0]}, which the explicit path has no formula for")
+        return explicit_attention(
+            query,
+            key,
+            value,
+            mask=attention_mask,
+            scaling=scaling,
+            softcap=kwargs.get("softcap"),
+            fire=lambda point, tensor: run.fire(point, state, tensor),
+        )
     return _own(module, kwargs)(
         module, query, key, value, _mask_for(module, query, key, attention_mask, kwargs), scaling=scaling, dropout=dropout, **kwargs
     )
