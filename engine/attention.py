@@ -33,19 +33,20 @@ def explicit_attention(
     scores = fire("attn_scores", masked(scores, mask))
     wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
     pattern = torch.softmax(scores, -1, dtype=wide).to(q.dtype)
-    pattern = fire("attn_probs", pattern.nan_to_num())  # a row with nothing to attend to is NaN until here
+    # a row with nothing to attend to is NaN until here
+    pattern = fire("attn_probs", pattern.nan_to_num() if pattern.requires_grad else pattern.nan_to_num_())
     z = pattern.to(v.dtype) @ _per_query_head(v, q)
     return z.transpose(1, 2), pattern
 
 
 def masked(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """Scores `[b, H, q, k]` with -inf where nothing may be attended to."""
+    """Scores `[b, H, q, k]` with -inf where nothing may be attended to; in place."""
     if mask is None:
         mask = causal_mask(scores.shape[-2], scores.shape[-1], scores.device)
     elif mask.dtype != torch.bool:
         hidden = mask <= torch.finfo(mask.dtype).min / 2
-        return (scores + mask).masked_fill(hidden, -torch.inf)
-    return scores.masked_fill(~mask, -torch.inf)
+        return (scores + mask).masked_fill_(hidden, -torch.inf)
+    return scores.masked_fill_(~mask, -torch.inf)
 
 
 def causal_mask(n_queries: int, n_keys: int, device: torch.device) -> Tensor:

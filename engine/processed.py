@@ -244,9 +244,11 @@ class Pass:
         return shown
 
     def show_logits(self, logits: Tensor) -> Tensor:
-        """Logits `[batch, pos, d_vocab]`."""
-        view = self.view(Address("logits"))
-        return logits if view is None else view[0](logits)
+        """Logits `[batch, pos, d_vocab]`; where no gradient needs the raw ones, they are turned in place."""
+        if not self._on.centre_unembed:
+            return logits
+        shift = self._written.get(Address("lm_head"), 0.0) - logits.mean(-1, keepdim=True)
+        return logits + shift if logits.requires_grad else logits.add_(shift)
 
     def show_last_logits(self, logits: Tensor) -> Tensor:
         """Logits of the last position, `[batch, d_vocab]`."""

@@ -78,4 +78,4 @@ def _describe(tensor: Tensor) -> str:
 
 def same(a: Tensor, b: Tensor) -> bool:
     """Whether `b` still holds `a`'s numbers, NaN included; how an edit through `.data` is noticed."""
-    return a is b or bool(torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)))
+    return a is b or torch.equal(a, b) or torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
