@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from engine.eager.attention import take_over
 from engine.eager.facts import read_facts
-from engine.eager.resolve import Tree, resolve
+from engine.eager.resolve import Tree, learn_head_axis, resolve
 from engine.eager.run import BEFORE_LAYERS, Run
 from engine.eager.selfcheck import self_check
 from engine.eager.weights import EagerWeights, untie
@@ -50,6 +50,7 @@ class EagerEngine:
         self._causal.eval()
         config = self._causal.config.get_text_config()
         self.tree: Tree = resolve(self._causal, config)
+        learn_head_axis(self.tree, self.tree.embed.weight.device)
         self.weights = EagerWeights(self.tree, self._prepare_writing)
         self._facts = read_facts(self.tree, config, self._model_id or getattr(config, "_name_or_path", ""))
 

@@ -170,6 +170,26 @@ def _norm_parts(run: Run, state: State, role: str, y: Tensor, x: Tensor) -> Tens
     return new if edited else y
 
 
+def _by_position(state: State, x: Tensor) -> Tensor:
+    """What a norm of q or k sees, as `[b, p, heads, dh]`; its own inverse."""
+    return x.transpose(1, 2) if state.layer.heads_first else x
+
+
+def _qk_norm_in(role: str) -> Callable[..., Tensor]:
+    def handler(run: Run, state: State, x: Tensor) -> Tensor:
+        return _by_position(state, run.fire(f"{role}_in", state, _by_position(state, x)))
+
+    return handler
+
+
+def _qk_norm_out(role: str) -> Callable[..., Tensor]:
+    def handler(run: Run, state: State, y: Tensor, x: Tensor) -> Tensor:
+        y = _norm_parts(run, state, role, _by_position(state, y), _by_position(state, x))
+        return _by_position(state, run.fire(f"{role}_out", state, y))
+
+    return handler
+
+
 def _o_in(run: Run, state: State, x: Tensor) -> Tensor:
     z = run.fire("z", state, x.unflatten(-1, (run.tree.heads.n, -1)))
     if run.tapped("attn_result", state):
@@ -253,10 +273,10 @@ HANDLERS: dict[str, Callable[..., Tensor]] = {
     "k.out": _projection_out("k", "k"),
     "v.out": _projection_out("v", "value"),
     "qkv.out": _qkv_out,
-    "q_norm.in": _fires("q_norm_in"),
-    "q_norm.out": _norm_out("q_norm", "q_norm_out"),
-    "k_norm.in": _fires("k_norm_in"),
-    "k_norm.out": _norm_out("k_norm", "k_norm_out"),
+    "q_norm.in": _qk_norm_in("q_norm"),
+    "q_norm.out": _qk_norm_out("q_norm"),
+    "k_norm.in": _qk_norm_in("k_norm"),
+    "k_norm.out": _qk_norm_out("k_norm"),
     "o.in": _o_in,
     "o.out": _o_out,
     "attn.out": _attn_out,

@@ -55,6 +55,7 @@ class Layer:
     parts: dict[str, nn.Module]  # q, k, v or qkv; o; gate, up or gate_up; down
     layout: roles.Layout | None  # of a fused qkv
     parallel: bool
+    heads_first: bool = False  # q_norm and k_norm see [b, heads, p, dh], not [b, p, heads, dh]
 
     def module(self, role: str) -> nn.Module | None:
         """The module that plays `role`, whether a container, a norm or a projection."""
@@ -98,6 +99,27 @@ def resolve(model: nn.Module, config: Any) -> Tree:
         lm_head=lm_head,
         heads=heads,
     )
+
+
+@torch.no_grad()
+def learn_head_axis(tree: Tree, device: torch.device) -> None:
+    """Finds out by one short forward whether the norms of q and k see heads before or after positions."""
+    length = next(n for n in (3, 5, 7) if n not in (tree.heads.n, tree.heads.n_kv))
+    watched = [layer for layer in tree.layers if "q_norm" in layer.norms]
+
+    def watch(layer: Layer) -> Any:
+        def hook(_: nn.Module, args: tuple) -> None:
+            layer.heads_first = args[0].dim() == 4 and args[0].shape[2] == length
+
+        return layer.norms["q_norm"].module.register_forward_pre_hook(hook)
+
+    handles = [watch(layer) for layer in watched]
+    try:
+        if watched:
+            tree.model(input_ids=torch.zeros(1, length, dtype=torch.long, device=device), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _resolve_layer(block: nn.Module, index: int) -> Layer:
