@@ -346,7 +346,7 @@ class ActivationCache:
     def _normalized_neurons(
         self, layer: int, neuron_slice: Slice, pos_slice: Slice, project: Tensor, scale: Tensor
     ) -> Tensor:
-        """`norm(a w) p = (a / scale) (w - mean(w)) p` of each neuron, so weight rows are projected before they spread."""
+        """`norm(a w) p = (a / scale) (w - mean(w)) p` of each neuron, so weight rows are projected first."""
         written = neuron_slice.apply(self.model.blocks[layer].mlp.W_out, dim=0)
         acts = neuron_slice.apply(pos_slice.apply(self[("post", layer, "mlp")], dim=-2), dim=-1)
         projected = written @ project

@@ -346,8 +346,9 @@ def test_projected_neurons_at_an_mlp_input_take_the_norm_before_the_mlp(name: st
         real = model.run_with_cache(torch.arange(POS)[None])[1]
         arguments: dict[str, Any] = {"layer": 2, "mlp_input": True, "apply_ln": True}
         expected = real.get_full_resid_decomposition(**arguments) @ TWO
-        ours = ActivationCache(real.cache_dict, model)
-        theirs, ours = (each.get_full_resid_decomposition(**arguments, project_output_onto=TWO) for each in (real, ours))
+        arguments["project_output_onto"] = TWO
+        theirs = real.get_full_resid_decomposition(**arguments)
+        ours = ActivationCache(real.cache_dict, model).get_full_resid_decomposition(**arguments)
     assert (theirs - expected).abs().max() > 0.01 * expected.abs().max()
     assert (ours - expected).abs().max() <= TOLERANCE * expected.abs().max()
 

@@ -118,7 +118,7 @@ def test_logit_lens_normalizes_each_stream_by_its_own_scale(cache: ActivationCac
 
 
 def test_missing_name_raises_with_the_nearest_cached_names(cache: ActivationCache) -> None:
-    with pytest.raises(UnknownName, match=r"'blocks.7.attn.hook_z'; the nearest are .*'blocks.1.attn.hook_z'") as caught:
+    with pytest.raises(UnknownName, match=r"'blocks.7.attn.hook_z'; the nearest .*'blocks.1.attn.hook_z'") as caught:
         cache["z", 7]
     assert isinstance(caught.value, KeyError) and "('z', 7)" in str(caught.value)
     with pytest.raises(KeyError):
@@ -128,9 +128,9 @@ def test_missing_name_raises_with_the_nearest_cached_names(cache: ActivationCach
 
 
 def test_layer_counted_from_the_end_is_refused_where_it_would_mean_an_empty_stack(cache: ActivationCache) -> None:
-    for method in (cache.accumulated_resid, cache.decompose_resid, cache.stack_head_results, cache.stack_neuron_results):
+    for method in ("accumulated_resid", "decompose_resid", "stack_head_results", "stack_neuron_results"):
         with pytest.raises(BadInput, match="layer"):
-            method(layer=-2)
+            getattr(cache, method)(layer=-2)
 
 
 def test_incorrect_tokens_of_another_shape_are_refused(cache: ActivationCache) -> None:
