@@ -5,7 +5,7 @@
     ├── Refused            (NotImplementedError)  something we will not do rather than do wrongly
     ├── BadReplacement     (ValueError)           a hook returned the wrong shape, dtype or kind
     ├── BadInput           (ValueError)           token ids, masks or lengths the model cannot take
-    └── LoadFailed         (OSError)              a checkpoint that is missing, damaged or not resolvable
+    └── LoadFailed         (OSError, ValueError)  a checkpoint that is missing, damaged or not resolvable
 """
 
 from __future__ import annotations
@@ -47,5 +47,5 @@ class BadInput(CompatError, ValueError):
     """Input that the model cannot take: token ids out of range, a prompt beyond the context, a bad mask."""
 
 
-class LoadFailed(CompatError, OSError):
+class LoadFailed(CompatError, OSError, ValueError):
     """A checkpoint that could not be found, read or resolved."""
