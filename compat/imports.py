@@ -88,7 +88,7 @@ class AnsweringFinder(MetaPathFinder):
 def answer(library: Library, fullname: str) -> str | None:
     """The name of our module that answers an import, or None where the import is none of the library's.
 
-    Renamed submodules are answered under the facade's own name too, as `from transformer_lens import config` asks there.
+    Renamed submodules are answered under the facade's name too: `from transformer_lens import config` asks there.
     """
     root = next((root for root in (library.name, library.facade) if f"{fullname}.".startswith(f"{root}.")), None)
     submodule = fullname[len(root) + 1 :] if root else ""

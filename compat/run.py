@@ -1,7 +1,7 @@
 """Run a program as `python` itself would, with the old import names answered by the facades.
 
-What the program sees is what `python script.py` shows it: sys.argv, sys.path, `__main__`, `__file__`; and so is what its
-caller sees: tracebacks without frames of ours, and exit codes.
+What the program sees is what `python script.py` shows it: sys.argv, sys.path, `__main__`, `__file__`; and so is what
+its caller sees: tracebacks without frames of ours, and exit codes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A local hub cache in the layout of the Hugging Face hub, so that models in it load offline by their official names."""
+"""A local cache in the layout of the Hugging Face hub, so that models in it load offline by their official names."""
 
 from __future__ import annotations
 

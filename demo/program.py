@@ -47,7 +47,7 @@ def mary_over_john(logits):
 
 
 clean_score, corrupted_score = mary_over_john(clean_logits), mary_over_john(corrupted_logits)
-print(f"Mary over John: {clean_score.item():.2f} on the clean prompt, {corrupted_score.item():.2f} on the corrupted one")
+print(f"Mary over John: {clean_score.item():.2f} on the clean prompt, {corrupted_score.item():.2f} on the corrupted")
 results["tokens"] = np.array(model.to_str_tokens(clean_prompt))
 results["next-token logits"] = clean_logits[0, -1].numpy()
 results["loss"] = model(clean_tokens, return_type="loss").numpy()

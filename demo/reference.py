@@ -14,7 +14,8 @@ from demo.real_models import SMOLLM2
 
 
 def main() -> None:
-    warnings.filterwarnings("ignore", category=DeprecationWarning, module="transformer_lens")
+    for deprecated in ("HookedTransformer", "The 'utils' module"):
+        warnings.filterwarnings("ignore", deprecated, DeprecationWarning)
     from transformer_lens import loading
 
     loading.OFFICIAL_MODEL_NAMES.append(SMOLLM2)

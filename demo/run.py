@@ -85,7 +85,7 @@ def compare(runs: list[Run]) -> bool:
     agree = True
     for name, value in reference.results.items():
         differences = [run.difference(reference, name) for run in others]
-        agree = agree and max(differences) <= TOLERANCE
+        agree = agree and all(difference <= TOLERANCE for difference in differences)
         shape = " x ".join(map(str, value.shape)) or "one"
         table.add_row(name, shape, *(_short(run.results[name]) for run in runs), *map(_verdict, differences))
     console.print(table)
@@ -104,7 +104,7 @@ def _short(value: np.ndarray) -> str:
     """A result in one cell: itself where it is small, else its extremes."""
     if value.dtype.kind not in "fiu":
         text = " ".join(str(value).split()) if value.ndim == 0 else "|".join(value)
-        return text if len(text) <= 60 else text[:28] + " ... " + text[-28:]
+        return text if len(text) <= 40 else text[:18] + " ... " + text[-18:]
     if value.size <= 2:
         return " ".join(f"{number:.6g}" for number in value.ravel())
     return f"{value.min():.6g} to {value.max():.6g}"

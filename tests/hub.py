@@ -1,7 +1,7 @@
 """Tiny random models in a local hub cache, under official names.
 
-`transformer_lens.HookedTransformer.from_pretrained("gpt2")` and `AutoModelForCausalLM.from_pretrained("gpt2")` load them
-offline once HF_HOME is `hub_home()`. Every parameter is random (norm gains not 1, biases not 0), no two sizes coincide
+`transformer_lens.HookedTransformer.from_pretrained("gpt2")` and `AutoModelForCausalLM.from_pretrained("gpt2")` load
+them offline once HF_HOME is `hub_home()`. Every parameter is random (norm gains not 1, biases not 0), no two sizes coincide
 that a wrong axis could confuse, and a sliding window is shorter than a test prompt. A family costs one row of FAMILIES.
 """
 
@@ -252,6 +252,7 @@ def ensure_real(name: str) -> Path:
     folder = real_models.ensure(name)
     link = entry(ensure_hub() / "hub", name)
     if not link.exists():
+        link.unlink(missing_ok=True)  # it led to a folder that has been cleared away
         with suppress(FileExistsError):  # another process was faster
             link.symlink_to(folder.parents[1], target_is_directory=True)
     return folder

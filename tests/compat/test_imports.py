@@ -115,6 +115,30 @@ def test_every_renamed_submodule_leads_to_one_of_ours_and_hides_none(library: Li
         assert not hidden.with_suffix(".py").exists() and not hidden.is_dir(), old
 
 
+def test_import_paths_of_old_programs_lead_to_compat_tlens() -> None:
+    submodules = (
+        "HookedTransformer HookedTransformerConfig hook_points ActivationCache FactoredMatrix utils utilities patching "
+        "loading_from_pretrained components components.attention past_key_value_caching cache.key_value_cache config"
+    )
+    code = f"""
+import compat
+compat.install()
+import importlib, sys
+import transformer_lens
+for name in {submodules!r}.split():
+    module = importlib.import_module("transformer_lens." + name)
+    assert module is sys.modules[module.__name__] and module.__name__.startswith("compat.tlens."), module
+from transformer_lens import HookedTransformer, utils, loading, config
+import compat.tlens
+assert transformer_lens is compat.tlens
+assert isinstance(HookedTransformer, type) and isinstance(transformer_lens.HookedTransformerConfig, type)
+assert isinstance(transformer_lens.ActivationCache, type) and isinstance(transformer_lens.FactoredMatrix, type)
+print("served")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.stdout == "served\n", done.stderr
+
+
 def test_importing_compat_imports_no_heavy_library() -> None:
     code = "import compat, sys; compat.install(); print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])

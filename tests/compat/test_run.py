@@ -13,12 +13,13 @@ ROOT = Path(__file__).parents[2]
 
 SHOWS_WHERE_IT_RUNS = """
 import sys
-print(__name__, __file__, __spec__ and __spec__.name, __package__, type(__loader__).__name__, __doc__, sorted(globals()))
+print(__name__, __file__, __spec__ and __spec__.name, __package__, type(__loader__).__name__, __doc__)
+print(sorted(globals()))
 print(sys.argv, sys.path[0], sys.modules["__main__"].__dict__ is globals())
 """
 PROGRAMS = {
     "plain": SHOWS_WHERE_IT_RUNS,
-    "docstring and future": '"""Doc."""\nfrom __future__ import annotations\nx: Missing = 1\nprint(__doc__, __annotations__)',
+    "docstring and future": '"""Doc."""\nfrom __future__ import annotations\nx: A = 1\nprint(__doc__, __annotations__)',
     "exit code": "import sys; sys.exit(7)",
     "exit message": "raise SystemExit('enough')",
     "exit none": "raise SystemExit",
@@ -30,7 +31,7 @@ PROGRAMS = {
     "atexit": "import atexit\natexit.register(print, 'bye')\nprint('hi')\nraise RuntimeError('x')\n",
     "neighbour": "import neighbour; print(neighbour.__file__)",
     "pickle": "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))) is A)",
-    "thread": "import threading\nt = threading.Thread(target=lambda: 1 / 0, name='t')\nt.start(); t.join()\nprint('on')",
+    "thread": "import threading\nt = threading.Thread(target=lambda: 1 / 0)\nt.start(); t.join()\nprint('on')",
     "unicode": "# -*- coding: latin-1 -*-\nprint(len('\xe9'))",
 }
 
@@ -68,7 +69,10 @@ def test_module_runs_as_under_python(title: str, tmp_path: Path) -> None:
     assert python("-m", "compat", *command, cwd=tmp_path) == python(*command, cwd=tmp_path)
 
 
-@pytest.mark.parametrize("code", ["import sys; print(sys.argv, repr(sys.path[0]), __name__)", "1 / 0", "exit(3)", "x = ("])
+CODE = ("import sys; print(sys.argv, repr(sys.path[0]), __name__)", "1 / 0", "exit(3)", "x = (")
+
+
+@pytest.mark.parametrize("code", CODE)
 def test_code_runs_as_under_python(code: str, tmp_path: Path) -> None:
     command = ("-c", code, "one", "-m")
     assert python("-m", "compat", *command, cwd=tmp_path) == python(*command, cwd=tmp_path)
