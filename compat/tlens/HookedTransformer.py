@@ -32,7 +32,7 @@ from compat.tlens.sampling import Prompt, Sampling, Stream, accept_generation_kw
 from compat.tlens.tokens import TokenMethods, check_token_ids
 from compat.tlens.utils import USE_DEFAULT_VALUE, LocallyOverridenDefaults, get_attention_mask, get_device, lm_cross_entropy_loss
 from compat.tlens.utilities.devices import move_to_and_update_config
-from engine.eager.load import load_eager
+from engine.load import load_engine
 from engine.errors import BadInput, Refused
 from engine.points import POINTS, Address
 from engine.processed import Pass, Processed, Processing
@@ -107,7 +107,6 @@ class HookedTransformer(TokenMethods, CircuitMethods, HookedRootModule):
         self.unembed = components.Unembed(weights, cfg)
         for block in self.blocks:
             block.run_alone = block.attn.run_alone = self._run_alone
-        self.tree_types = {type(module) for module in self.modules()}
         self._addresses: dict[tuple[str, int | None], Address] = {}
 
     def address_of(self, row: mapper.Row, layer: int | None) -> Address:
@@ -166,7 +165,7 @@ class HookedTransformer(TokenMethods, CircuitMethods, HookedRootModule):
         if first_n_layers is not None:
             from_pretrained_kwargs["num_hidden_layers"] = first_n_layers
         device = device if device is not None or hf_model is not None else get_device()
-        engine = load_eager(name, hf_model=hf_model, tokenizer=tokenizer, dtype=dtype, device=device, **from_pretrained_kwargs)
+        engine = load_engine(name, hf_model=hf_model, tokenizer=tokenizer, dtype=dtype, device=device, **from_pretrained_kwargs)
         processing = Processing(fold_ln, center_writing_weights, center_unembed, fold_value_biases)
         fields = {"n_devices": n_devices} | checkpoint | ({} if n_ctx is None else {"n_ctx": n_ctx})
         cfg = config_from_facts(
@@ -293,7 +292,7 @@ class HookedTransformer(TokenMethods, CircuitMethods, HookedRootModule):
         shown = self.processed.new_pass()
         if start is not None:
             start = (start[0], shown.enter_stream(start[1]))
-        taps = [*taps, *live_taps(self, shown, alone=alone)]
+        taps = [*taps, *live_taps(self, shown, alone=alone, mask=batch.mask, cached=past_kv_cache is not None)]
         options = dict(start=start, stop=stop, grad=torch.is_grad_enabled(), unembed=unembed)
         if past_kv_cache is None:
             return self.engine.run(batch, taps, **options), shown
@@ -312,8 +311,10 @@ class HookedTransformer(TokenMethods, CircuitMethods, HookedRootModule):
         dummy = torch.zeros_like(inputs[0])
         got: list[Tensor] = []
         if self.folded:  # the norm before attention hands q, k and v their inputs one after another
-            waiting = list(inputs)
-            feed = Tap(Address("attn_norm_normalized", layer), lambda x: waiting.pop(0).to(x))
+            address = Address("attn_norm_normalized", layer)
+            view = self.processed.new_pass().view(address)
+            waiting = list(inputs if view is None else map(view[1], inputs))
+            feed = Tap(address, lambda x: waiting.pop(0).to(x))
         else:
             require(inputs[0] is inputs[1] is inputs[2], "without fold_ln one tensor is the input of q, k and v")
             feed = Tap(Address("attn_in", layer), lambda x: inputs[0])
@@ -469,7 +470,7 @@ class HookedTransformer(TokenMethods, CircuitMethods, HookedRootModule):
 
         def taps(step: int = 0) -> list[Tap]:
             latest[:] = [self.processed.new_pass()]
-            return live_taps(self, latest[0], leave_out=SILENT_IN_GENERATE)
+            return live_taps(self, latest[0], leave_out=SILENT_IN_GENERATE, mask=batch.mask, cached=use_cache)
 
         def choose(logits: Tensor) -> Tensor | None:
             return None if sampling.done else sampling.next(latest[0].show_last_logits(logits))
