@@ -6,7 +6,7 @@ identity of the stream refuses the model; a broken one elsewhere refuses the poi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}  # of the largest magnitude
 _STREAM = ("resid_pre", "attn_out_post", "mlp_out_post", "resid_post", "final_norm", "lm_head")
 
-Check = tuple[str, tuple[str, ...], Tensor, Tensor]  # what is promised, the points that rest on it, two equal tensors
+# what is promised, the points that rest on it, and two tensors that must then be equal
+Check = tuple[str, tuple[str, ...], Callable[[], tuple[Tensor, Tensor]]]
 
 
 @torch.no_grad()
@@ -35,14 +36,14 @@ def self_check(engine: EagerEngine) -> dict[str, str]:
     seen: dict[Address, Tensor] = {}
     taps = [Tap(a, lambda value, a=a: seen.__setitem__(a, value.detach()), reads=True) for a in _served(engine)]
     plain = engine.run(batch, ())
-    tapped = engine.run(batch, taps)
-    checks = [("the explicit attention gives the checkpoint's own logits", _INSIDE, tapped, plain)]
-    checks += _global_checks(engine, seen)
-    for layer in range(facts.n_layers):
-        checks += _layer_checks(engine, layer, lambda point, layer=layer: seen.get(Address(point, layer)))
+    try:
+        tapped = engine.run(batch, taps)
+    except Exception as error:
+        message = f"{facts.architecture} does not fit the table of roles: reading every point fails ({error})"
+        raise LoadFailed(message) from error
     unproved: dict[str, str] = {}
-    for promise, points, got, expected in checks:
-        error = _relative_error(got, expected)
+    for promise, points, pair in _checks(engine, batch, seen, tapped, plain):
+        error = _relative_error(pair)
         if error <= _TOLERANCE[facts.dtype]:
             continue
         if set(points) & set(_STREAM):
@@ -56,6 +57,15 @@ def self_check(engine: EagerEngine) -> dict[str, str]:
 
 _INSIDE = ("q_rot", "k_rot", "attn_scores", "attn_probs")
 _BRANCH = ("attn_stream_in", "q_input", "k_input", "v_input")  # copies of the stream; they rest on the norm's identity
+# norm -> what it reads, what it makes, and the points besides its own that rest on the one and on the other
+_NORMS = {
+    "attn_norm": ("resid_pre", "attn_in", _BRANCH, _BRANCH),
+    "q_norm": ("q", "q_norm_out", ("q_norm_in",), ()),
+    "k_norm": ("k", "k_norm_out", ("k_norm_in",), ()),
+    "attn_post_norm": ("attn_out", "attn_out_post", ("attn_out_post",), ()),
+    "mlp_norm": ("resid_mid", "mlp_in", ("mlp_stream_in", "resid_mid"), ("mlp_stream_in",)),
+    "mlp_post_norm": ("mlp_out", "mlp_out_post", ("mlp_out_post",), ()),
+}
 
 
 def _served(engine: EagerEngine) -> Iterator[Address]:
@@ -66,60 +76,122 @@ def _served(engine: EagerEngine) -> Iterator[Address]:
                 yield address
 
 
-def _global_checks(engine: EagerEngine, seen: dict[Address, Tensor]) -> Iterator[Check]:
-    weights, at = engine.weights, lambda point, layer=None: seen[Address(point, layer)]
-    stream = at("embeddings")
-    if engine.facts.positions == "learned":
-        stream = stream + at("pos_embed")
-    yield "resid_pre.0 = embeddings (+ pos_embed)", ("embeddings", "pos_embed"), at("resid_pre", 0), stream
-    for layer in range(1, engine.facts.n_layers):
-        yield f"resid_pre.{layer} = resid_post.{layer - 1}", ("resid_pre",), at("resid_pre", layer), at("resid_post", layer - 1)
-    finished = engine.tree.final_norm.finish(at("final_norm_normalized"), engine.facts.dtype)
-    yield "final_norm = normalized * gain + bias", ("final_norm",), at("final_norm"), finished
-    unembedded = at("final_norm") @ weights("unembed") + weights("unembed_bias")
-    yield "lm_head = final_norm W_U + b_U", ("lm_head",), at("lm_head"), unembedded
-    cap = engine.facts.logit_softcap
-    capped = at("lm_head") if cap is None else cap * torch.tanh(at("lm_head") / cap)
-    yield "logits = lm_head, soft-capped where the config says so", ("logits",), at("logits"), capped
+def _checks(
+    engine: EagerEngine, batch: Batch, seen: dict[Address, Tensor], tapped: Tensor, plain: Tensor
+) -> Iterator[Check]:
+    yield "the explicit attention gives the checkpoint's own logits", _INSIDE, lambda: (tapped, plain)
+    yield from _global_checks(engine, batch, lambda point, layer=None: seen[Address(point, layer)])
+    for layer in range(engine.facts.n_layers):
+
+        def at(point: str, layer: int = layer) -> Tensor | None:
+            return seen.get(Address(point, layer))
+
+        yield from _norm_checks(engine, layer, at)
+        yield from _layer_checks(engine, layer, at)
 
 
-def _layer_checks(engine: EagerEngine, layer: int, at: Tensor) -> Iterator[Check]:
-    weights, tree, facts = engine.weights, engine.tree, engine.facts
-    norms = tree.layers[layer].norms
-    here = f"in layer {layer} "
-    mid = at("resid_pre") + at("attn_out_post")
-    yield here + "resid_post = resid_pre + attn_out_post + mlp_out_post", _STREAM[:4], at("resid_post"), mid + at("mlp_out_post")
-    if at("resid_mid") is not None:
-        divided, scale = norms["mlp_norm"].parts(mid)
-        normalized = ("mlp_norm_scale", "mlp_norm_normalized", "mlp_stream_in", "resid_mid")
-        yield here + "the MLP's norm reads resid_mid", normalized, at("mlp_norm_normalized"), divided / scale
-    for role, read, points in (("attn_norm", "attn_in", _BRANCH), ("mlp_norm", "mlp_in", ("mlp_stream_in",))):
-        if role in norms:
-            finished = norms[role].finish(at(f"{role}_normalized"), facts.dtype)
-            promise = f"{here}{read} = normalized * gain + bias"
-            yield promise, (*points, f"{role}_scale", f"{role}_normalized"), at(read), finished
-    for part, point in (("q", "q"), ("k", "k"), ("v", "value")):
-        projected = torch.einsum("bpd,hdk->bphk", at("attn_in"), weights(part, layer)) + weights(f"{part}_bias", layer)
-        yield f"{here}{point} = attn_in W + b", (point,), at(point), projected
-    for part in "qk":
+def _global_checks(engine: EagerEngine, batch: Batch, at: Callable[..., Tensor]) -> Iterator[Check]:
+    weights, facts = engine.weights, engine.facts
+    yield "embeddings = W_E[tokens]", ("embeddings",), lambda: (at("embeddings"), weights("embed")[batch.tokens])
+    learned = facts.positions == "learned"
+    yield (
+        "resid_pre.0 = embeddings (+ pos_embed)",
+        ("embeddings", "pos_embed"),
+        lambda: (at("resid_pre", 0), at("embeddings") + at("pos_embed") if learned else at("embeddings")),
+    )
+    for layer in range(1, facts.n_layers):
+        promise = f"resid_pre.{layer} = resid_post.{layer - 1}"
+        yield promise, ("resid_pre",), lambda: (at("resid_pre", layer), at("resid_post", layer - 1))
+    finish = engine.tree.final_norm.finish
+    yield (
+        "final_norm = normalized * gain + bias",
+        ("final_norm",),
+        lambda: (at("final_norm"), finish(at("final_norm_normalized"), facts.dtype)),
+    )
+    yield (
+        "lm_head = final_norm W_U + b_U",
+        ("lm_head",),
+        lambda: (at("lm_head"), at("final_norm") @ weights("unembed") + weights("unembed_bias")),
+    )
+    cap = facts.logit_softcap
+    yield (
+        "logits = lm_head, soft-capped where the config says so",
+        ("logits",),
+        lambda: (at("logits"), at("lm_head") if cap is None else cap * torch.tanh(at("lm_head") / cap)),
+    )
+
+
+def _norm_checks(engine: EagerEngine, layer: int, at: Callable[[str], Tensor]) -> Iterator[Check]:
+    for role, norm in engine.tree.layers[layer].norms.items():
+        reads, makes, rest_on_input, rest_on_formula = _NORMS[role]
+        reads = "resid_pre" if at(reads) is None else reads  # parallel blocks have no stream between
+        own = (f"{role}_scale", f"{role}_normalized")
+
+        def expected() -> Tensor:
+            divided, scale = norm.parts(at(reads))
+            return divided / scale
+
+        yield f"in layer {layer} {role} reads {reads}", (*own, *rest_on_input), lambda: (at(own[1]), expected())
+        yield (
+            f"in layer {layer} {makes} = normalized * gain + bias",
+            (*own, *rest_on_formula),
+            lambda: (at(makes), norm.finish(at(own[1]), engine.facts.dtype)),
+        )
+
+
+def _layer_checks(engine: EagerEngine, layer: int, at: Callable[[str], Tensor]) -> Iterator[Check]:
+    facts, parts, here = engine.facts, engine.tree.layers[layer].parts, f"in layer {layer} "
+
+    def linear(x: str, name: str) -> Tensor:
+        return at(x) @ engine.weights(name, layer) + engine.weights(f"{name}_bias", layer)
+
+    def projected(part: str) -> Tensor:
+        weight, bias = engine.weights(part, layer), engine.weights(f"{part}_bias", layer)
+        return torch.einsum("bpd,hdk->bphk", at("attn_in"), weight) + bias
+
+    def lengths(part: str) -> tuple[Tensor, Tensor]:
         before = at(f"{part}_norm_out") if facts.qk_norm else at(part)
-        lengths = at(f"{part}_rot").float().norm(dim=-1), before.float().norm(dim=-1)  # a rotation keeps lengths
-        yield f"{here}{part}_rot is {part} rotated", (part, f"{part}_rot"), *lengths
-    values = at("value").repeat_interleave(facts.n_heads // facts.n_kv_heads, dim=2)
-    mixed = torch.einsum("bhqk,bkhd->bqhd", at("attn_probs"), values)
-    yield here + "z = pattern value", ("value", "z", "attn_probs"), at("z"), mixed
-    yield here + "attn_out = sum of results + b_O", ("attn_result",), at("attn_out"), at("attn_result").sum(2) + weights("o_bias", layer)
-    down = at("mlp_act") @ weights("mlp_out", layer) + weights("mlp_out_bias", layer)
-    yield here + "mlp_out = mlp_act W_out + b_out", ("mlp_act",), at("mlp_out"), down
-    act = tree.layers[layer].parts.get("act")
-    if act is not None:
-        activated = act(at("mlp_pre"))
-        activated = activated * at("mlp_pre_linear") if facts.gated_mlp else activated
-        yield here + "mlp_act = act(mlp_pre), times mlp_pre_linear where gated", ("mlp_pre", "mlp_pre_linear"), at("mlp_act"), activated
+        return at(f"{part}_rot").float().norm(dim=-1), before.float().norm(dim=-1)
+
+    def mixed() -> Tensor:
+        values = at("value").repeat_interleave(facts.n_heads // facts.n_kv_heads, dim=2)
+        return torch.einsum("bhqk,bkhd->bqhd", at("attn_probs"), values)
+
+    def activated() -> Tensor:
+        activated = parts["act"](at("mlp_pre"))
+        return activated * at("mlp_pre_linear") if facts.gated_mlp else activated
+
+    yield (
+        here + "resid_post = resid_pre + attn_out_post + mlp_out_post",
+        _STREAM[:4],
+        lambda: (at("resid_post"), at("resid_pre") + at("attn_out_post") + at("mlp_out_post")),
+    )
+    for part, point in (("q", "q"), ("k", "k"), ("v", "value")):
+        yield f"{here}{point} = attn_in W + b", (point, f"{part}_input"), lambda: (at(point), projected(part))
+    for part in "qk":  # a rotation keeps lengths
+        yield f"{here}{part}_rot is {part} rotated", (part, f"{part}_input", f"{part}_rot"), lambda: lengths(part)
+    yield here + "z = pattern value", ("value", "v_input", "z", "attn_probs"), lambda: (at("z"), mixed())
+    yield (
+        here + "attn_out = sum of results + b_O",
+        ("attn_result",),
+        lambda: (at("attn_out"), at("attn_result").sum(2) + engine.weights("o_bias", layer)),
+    )
+    gated = {"mlp_pre": "mlp_gate", "mlp_pre_linear": "mlp_in"}
+    for point, name in gated.items() if facts.gated_mlp else [("mlp_pre", "mlp_in")]:
+        yield f"{here}{point} = mlp_in W + b", (point,), lambda: (at(point), linear("mlp_in", name))
+    yield here + "mlp_out = mlp_act W_out + b_out", ("mlp_act",), lambda: (at("mlp_out"), linear("mlp_act", "mlp_out"))
+    if "act" in parts:
+        promise = here + "mlp_act = act(mlp_pre), times mlp_pre_linear where gated"
+        yield promise, ("mlp_pre", "mlp_pre_linear"), lambda: (at("mlp_act"), activated())
 
 
-def _relative_error(got: Tensor, expected: Tensor) -> float:
-    if got.shape != expected.shape:
+def _relative_error(pair: Callable[[], tuple[Tensor, Tensor]]) -> float:
+    """Infinite where the two sides do not even fit together."""
+    try:
+        got, expected = pair()
+    except (RuntimeError, TypeError, AttributeError, KeyError):  # shapes that do not fit, a value that is not there
+        return float("inf")
+    if got is None or expected is None or got.shape != expected.shape:
         return float("inf")
     got, expected = got.double(), expected.double()
     error = (got - expected).abs().max() / expected.abs().max().clamp(min=1e-9)
