@@ -183,7 +183,9 @@ class AbstractAttention(WeightModule):
     ) -> Tensor:
         """The layer's attention on normalized inputs `[batch, pos, d_model]`, as the model's own forward computes it."""
         if not (past_kv_cache_entry is additive_attention_mask is position_bias is None):
-            raise Refused(f"attention called on its own takes no cache entry, additive mask or position bias; {NO_CACHE}")
+            raise Refused(
+                f"attention called on its own takes no cache entry, additive mask or position bias; {NO_CACHE}"
+            )
         return self.run_alone(self, (query_input, key_input, value_input), attention_mask)
 
 

@@ -274,7 +274,9 @@ def _refuse_unserved(forward: Forward, container: Container, module: nn.Module, 
     if container.path == "attn" and not own and (cfg.use_split_qkv_input or cfg.use_attn_in):
         raise Refused("a replaced attention is given one input; turn use_split_qkv_input and use_attn_in off")
     if container.path == "pos_embed" and not own and forward.cached:
-        raise Refused("a replaced pos_embed is not served with a key/value cache; generate with use_past_kv_cache=False")
+        raise Refused(
+            "a replaced pos_embed is not served with a key/value cache; generate with use_past_kv_cache=False"
+        )
 
 
 def _arguments(container: Container, x: Tensor, forward: Forward) -> tuple[tuple, dict[str, Any]]:
@@ -307,5 +309,6 @@ def _run_hooks(module: nn.Module, args: tuple, kwargs: dict[str, Any], out: Tens
 
 
 _OWN_FORWARDS = {
-    owner.forward for owner in (c.Embed, c.PosEmbed, c.TransformerBlock, c.AbstractAttention, c.MLP, c.GatedMLP, c.Unembed, c.Norm)
+    owner.forward
+    for owner in (c.Embed, c.PosEmbed, c.TransformerBlock, c.AbstractAttention, c.MLP, c.GatedMLP, c.Unembed, c.Norm)
 }

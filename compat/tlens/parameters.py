@@ -36,7 +36,9 @@ class Weight:
 
     def __set__(self, module: Any, value: Tensor) -> None:
         if self.repeat and module.cfg.n_key_value_heads not in (None, module.cfg.n_heads):
-            raise AttributeError(f"this weight is a repeated copy of the key/value heads'; set _{'W' if value.dim() == 3 else 'b'}_K or _V")
+            raise AttributeError(
+                f"this weight is a repeated copy of the key/value heads'; set _{'W' if value.dim() == 3 else 'b'}_K or _V"
+            )
         module.parameters_of_model.set(self.name, module.layer_index, value)
 
 
@@ -145,7 +147,9 @@ class ModelParameters:
         for key, out in edited.items():
             gated = key[0] == "mlp_in_bias" and self.processed.engine.facts.gated_mlp
             if gated and not torch.equal(out.tensor, self._compute(key)):
-                raise Refused("b_in of a gated MLP is added after the gate, where the model has no bias; add it in a hook on mlp.hook_post")
+                raise Refused(
+                    "b_in of a gated MLP is added after the gate, where the model has no bias; add it in a hook on mlp.hook_post"
+                )
 
     def moved(self) -> None:
         """Brings what was handed out to the model's device and dtype; call `carry_edits` before the model moves."""
@@ -196,7 +200,9 @@ class ModelParameters:
         thorough = thorough and self.lent
         if thorough:
             self._find_raw()
-        if self._stamp() == self._seen and not (thorough and any(self._trace(key) != out.trace for key, out in self._out.items())):
+        if self._stamp() == self._seen and not (
+            thorough and any(self._trace(key) != out.trace for key, out in self._out.items())
+        ):
             return
         lost = [name for (name, _), out in self._out.items() if out.edited]
         self._compute_again()
@@ -227,7 +233,9 @@ class Blocks(NoParametersApart, nn.ModuleList):
 class WeightModule(NoParametersApart, nn.Module):
     """A tree module with weights that are attributes, not parameters of its own."""
 
-    buffers_elsewhere: tuple[str, ...] = ()  # names that TransformerLens saves beside the weights, and that hold nothing learned
+    buffers_elsewhere: tuple[
+        str, ...
+    ] = ()  # names that TransformerLens saves beside the weights, and that hold nothing learned
 
     def __init__(self, parameters_of_model: ModelParameters, cfg: Any, layer_index: int | None = None) -> None:
         super().__init__()
@@ -235,12 +243,18 @@ class WeightModule(NoParametersApart, nn.Module):
         object.__setattr__(self, "parameters_of_model", parameters_of_model)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        return super().named_parameters(*args, **kwargs) if self.weights() else nn.Module.named_parameters(self, *args, **kwargs)
+        return (
+            super().named_parameters(*args, **kwargs)
+            if self.weights()
+            else nn.Module.named_parameters(self, *args, **kwargs)
+        )
 
     def weights(self) -> dict[str, str]:
         """TransformerLens' names of the weights here -> canonical names."""
         attributes = {name: value for owner in reversed(type(self).__mro__) for name, value in vars(owner).items()}
-        return {name: weight.name for name, weight in attributes.items() if isinstance(weight, Weight) and not weight.repeat}
+        return {
+            name: weight.name for name, weight in attributes.items() if isinstance(weight, Weight) and not weight.repeat
+        }
 
     def __setattr__(self, name: str, value: Any) -> None:
         weight = getattr(type(self), name, None)
@@ -257,7 +271,14 @@ class WeightModule(NoParametersApart, nn.Module):
             destination[prefix + attribute] = self.parameters_of_model.peek(name, self.layer_index).clone()
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list, unexpected: list, errors: list
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing: list,
+        unexpected: list,
+        errors: list,
     ) -> None:
         weights = self.weights()
         for attribute, name in weights.items():

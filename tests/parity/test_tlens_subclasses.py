@@ -219,7 +219,11 @@ def replacement_class(library: ModuleType) -> type:
                 return x.detach()
 
             for layer, block in enumerate(self.blocks):
-                norms = [block.ln1, block.ln2, *(getattr(block, name) for name in ("ln1_post", "ln2_post") if hasattr(block, name))]
+                norms = [
+                    block.ln1,
+                    block.ln2,
+                    *(getattr(block, name) for name in ("ln1_post", "ln2_post") if hasattr(block, name)),
+                ]
                 for point in (block.attn.hook_pattern, *(norm.hook_scale for norm in norms)):
                     point.add_hook(detach, is_permanent=True)
                 self._skip(block.mlp, self.transcoders[layer])
@@ -270,12 +274,19 @@ def replacement_program(family: str, library: ModuleType) -> Seen:
     def note(grad: Tensor, hook: Any) -> None:
         grads[f"grad {hook.name}"] = grad.clone()
 
-    with model.zero_softcap(), model.hooks(bwd_hooks=[(lambda name: name.endswith(("hook_out_grad", "hook_embed", "hook_resid_mid")), note)]):
+    with (
+        model.zero_softcap(),
+        model.hooks(bwd_hooks=[(lambda name: name.endswith(("hook_out_grad", "hook_embed", "hook_resid_mid")), note)]),
+    ):
         logits, cached = model.run_with_cache(IDS)
         logits[0, -1, 5].backward()
     with torch.no_grad():
         capped = model(IDS)
-    return grads | {"uncapped": logits, "capped": capped, "W_U": model.W_U, "hooks": len(model.list_hooks())} | dict(cached.cache_dict)
+    return (
+        grads
+        | {"uncapped": logits, "capped": capped, "W_U": model.W_U, "hooks": len(model.list_hooks())}
+        | dict(cached.cache_dict)
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)

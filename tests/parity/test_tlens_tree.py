@@ -111,12 +111,18 @@ def splice_sae(path: str, library: ModuleType, model: Any, ids: Tensor) -> Seen:
     seen = everything(model, ids)
     assert f"{path}.hook_sae_acts_post" in seen
     model(ids, return_type="loss").backward()
-    seen |= {"W_enc.grad": sae.W_enc.grad, "W_dec.grad": sae.W_dec.grad, "listed": any(p is sae.W_enc for p in model.parameters())}
+    seen |= {
+        "W_enc.grad": sae.W_enc.grad,
+        "W_dec.grad": sae.W_dec.grad,
+        "listed": any(p is sae.W_enc for p in model.parameters()),
+    }
     ablate = (f"{path}.hook_sae_acts_post", lambda acts, hook: acts * (torch.arange(acts.shape[-1]) % 2))
     return seen | {"ablated": model.run_with_hooks(ids, fwd_hooks=[ablate])}
 
 
-@pytest.mark.parametrize("path", ["blocks.1.hook_resid_post", "blocks.1.mlp.hook_post", "blocks.0.attn.hook_z", "hook_embed"])
+@pytest.mark.parametrize(
+    "path", ["blocks.1.hook_resid_post", "blocks.1.mlp.hook_post", "blocks.0.attn.hook_z", "hook_embed"]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sae_takes_a_hook_points_place_with_its_hooks_and_gradients(family: str, path: str) -> None:
     assert_same(partial(splice_sae, path), family)
@@ -185,7 +191,11 @@ def wrapped(path: str, library: ModuleType, model: Any, ids: Tensor) -> Seen:
     inner = parent[int(last)] if last.isdigit() else getattr(parent, last)
     set_deep_attr(model, path, halving(library, inner))
     model.setup()
-    hooks = [(name, lambda x, hook: x * 0.7) for name in model.hook_dict if f"{path}.inner." in name and name.endswith(("hook_z", "hook_post", "hook_in"))]
+    hooks = [
+        (name, lambda x, hook: x * 0.7)
+        for name in model.hook_dict
+        if f"{path}.inner." in name and name.endswith(("hook_z", "hook_post", "hook_in"))
+    ]
     return everything(model, ids) | {"hooked inside": model.run_with_hooks(ids, fwd_hooks=hooks)}
 
 
@@ -282,7 +292,13 @@ def torch_hooks_on_containers(library: ModuleType, model: Any, ids: Tensor) -> S
         seen[f"before {name}"] = inputs[0].clone()
         return (inputs[0] * 0.9,)
 
-    containers = {"block": model.blocks[1], "attn": model.blocks[1].attn, "mlp": model.blocks[1].mlp, "embed": model.embed, "unembed": model.unembed}
+    containers = {
+        "block": model.blocks[1],
+        "attn": model.blocks[1].attn,
+        "mlp": model.blocks[1].mlp,
+        "embed": model.embed,
+        "unembed": model.unembed,
+    }
     for name, module in containers.items():
         module.register_forward_hook(partial(after, name))
     for name in ("block", "mlp", "unembed"):
@@ -321,9 +337,17 @@ def stream(model: Any, seed: int = 3) -> Tensor:
 def modules_on_their_own(library: ModuleType, model: Any, ids: Tensor) -> Seen:
     """Queries, keys and values read inputs of their own, and every hook on the way fires, and no other."""
     x, seen = stream(model), {}
-    model.add_hook(lambda name: not name.endswith(("_in", "_input", "hook_result")), lambda value, hook: seen.update({hook.name: value.clone()}))
+    model.add_hook(
+        lambda name: not name.endswith(("_in", "_input", "hook_result")),
+        lambda value, hook: seen.update({hook.name: value.clone()}),
+    )
     seen |= {"block": model.blocks[1](x), "attn": model.blocks[2].attn(x, stream(model, 4), stream(model, 5))}
-    seen |= {"mlp": model.blocks[0].mlp(x), "ln1": model.blocks[0].ln1(x), "ln_final": model.ln_final(x), "unembed": model.unembed(x)}
+    seen |= {
+        "mlp": model.blocks[0].mlp(x),
+        "ln1": model.blocks[0].ln1(x),
+        "ln_final": model.ln_final(x),
+        "unembed": model.unembed(x),
+    }
     seen |= {"embed": model.embed(ids)}
     if hasattr(model, "pos_embed"):
         seen |= {"pos_embed": model.pos_embed(ids), "shifted": model.pos_embed(ids, 3)}
@@ -350,7 +374,10 @@ def masked_modules(library: ModuleType, model: Any, ids: Tensor) -> Seen:
     """A mask reaches a block and an attention called alone, and wrappers around them in a forward."""
     mask, x = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]), stream(model)
     real = mask.bool()
-    seen = {"block": model.blocks[1](x, attention_mask=mask)[real], "attn": model.blocks[1].attn(x, x, x, attention_mask=mask)[real]}
+    seen = {
+        "block": model.blocks[1](x, attention_mask=mask)[real],
+        "attn": model.blocks[1].attn(x, x, x, attention_mask=mask)[real],
+    }
     model.blocks[1].attn, model.blocks[2] = halving(library, model.blocks[1].attn), halving(library, model.blocks[2])
     padded = torch.ones_like(ids)
     padded[0, :4] = 0
@@ -451,7 +478,11 @@ def test_program_on_the_tree_gives_the_same(program: Program, family: str) -> No
 
 
 @pytest.mark.parametrize("family", GROUPED)
-@pytest.mark.parametrize("program", [the_tree, modules_on_their_own, patched_forwards, flags_set_on_cfg], ids=lambda program: program.__name__)
+@pytest.mark.parametrize(
+    "program",
+    [the_tree, modules_on_their_own, patched_forwards, flags_set_on_cfg],
+    ids=lambda program: program.__name__,
+)
 def test_program_on_the_tree_of_a_grouped_model_gives_the_same(program: Program, family: str) -> None:
     assert_same(program, family)
 
@@ -474,16 +505,26 @@ def test_overridden_input_to_embed_is_what_enters_the_first_block(family: str) -
 
 
 def norms_with_gains(library: ModuleType, model: Any, ids: Tensor) -> Seen:
-    seen = {"ln1": model.blocks[0].ln1(stream(model)), "ln_final": model.ln_final(stream(model)), "w": model.blocks[1].ln2.w}
+    seen = {
+        "ln1": model.blocks[0].ln1(stream(model)),
+        "ln_final": model.ln_final(stream(model)),
+        "w": model.blocks[1].ln2.w,
+    }
     x = stream(model)
-    return seen | {"attn": model.blocks[2].attn(x, x, x), "block": model.blocks[2](x), "b": getattr(model.blocks[1].ln2, "b", None)}
+    return seen | {
+        "attn": model.blocks[2].attn(x, x, x),
+        "block": model.blocks[2](x),
+        "b": getattr(model.blocks[1].ln2, "b", None),
+    }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_modules_on_their_own_without_processing(family: str) -> None:
     raw = dict(fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=False)
     theirs = norms_with_gains(real_library, reference_model(family, **raw), IDS)
-    ours = norms_with_gains(our_library, our_library.HookedTransformer.from_pretrained(family, device="cpu", **raw), IDS)
+    ours = norms_with_gains(
+        our_library, our_library.HookedTransformer.from_pretrained(family, device="cpu", **raw), IDS
+    )
     for name, expected in theirs.items():
         if expected is None:
             assert ours[name] is None

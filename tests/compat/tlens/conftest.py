@@ -47,7 +47,9 @@ def hooks_left(model: HookedTransformer) -> list[str]:
     """Where something is still hooked on, or patched over, the tree or the module underneath."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     modules = [*model.named_modules(), *model.engine.model.named_modules()]
-    return [name for name, module in modules if any(getattr(module, kind) for kind in kinds) or "forward" in vars(module)]
+    return [
+        name for name, module in modules if any(getattr(module, kind) for kind in kinds) or "forward" in vars(module)
+    ]
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,13 @@ def test_attention_is_called_with_keywords(gpt2: HookedTransformer, ids: Tensor)
     gpt2.blocks[1].attn = recorder = Recorder()
     gpt2(ids)
     ((args, kwargs),) = recorder.calls
-    assert args == () and set(kwargs) == {"query_input", "key_input", "value_input", "past_kv_cache_entry", "attention_mask"}
+    assert args == () and set(kwargs) == {
+        "query_input",
+        "key_input",
+        "value_input",
+        "past_kv_cache_entry",
+        "attention_mask",
+    }
     assert kwargs["past_kv_cache_entry"] is None and kwargs["attention_mask"] is None
 
 
@@ -59,8 +65,13 @@ def test_mlp_reads_the_normalized_stream(gpt2: HookedTransformer, ids: Tensor) -
     assert torch.allclose(recorder.calls[0][0][0], cache["blocks.1.ln2.hook_normalized"], atol=1e-5)
 
 
-def test_container_is_called_once_a_forward_and_not_where_the_forward_does_not_go(gpt2: HookedTransformer, ids: Tensor) -> None:
-    gpt2.blocks[1].mlp, gpt2.unembed = (mlp := Recorder()), (unembed := Recorder(lambda x: torch.zeros(*x.shape[:2], 403)))
+def test_container_is_called_once_a_forward_and_not_where_the_forward_does_not_go(
+    gpt2: HookedTransformer, ids: Tensor
+) -> None:
+    gpt2.blocks[1].mlp, gpt2.unembed = (
+        (mlp := Recorder()),
+        (unembed := Recorder(lambda x: torch.zeros(*x.shape[:2], 403))),
+    )
     gpt2(ids)
     gpt2(ids, stop_at_layer=1)
     gpt2(ids, return_type=None)
@@ -91,7 +102,9 @@ def test_result_of_another_shape_names_the_container(gpt2: HookedTransformer, id
 
 
 @pytest.mark.parametrize("position_wise", ["blocks.1", "blocks.1.mlp"])
-def test_generation_with_a_position_wise_replacement_uses_the_cache(gpt2: HookedTransformer, ids: Tensor, position_wise: str) -> None:
+def test_generation_with_a_position_wise_replacement_uses_the_cache(
+    gpt2: HookedTransformer, ids: Tensor, position_wise: str
+) -> None:
     gpt2.get_submodule(position_wise.rpartition(".")[0])
     if position_wise == "blocks.1":
         gpt2.blocks[1] = Recorder(lambda x: x * 0.5)
@@ -135,7 +148,9 @@ def test_replacement_is_trained_with_the_rest(gpt2: HookedTransformer, ids: Tens
     assert torch.equal(gpt2.state_dict()["blocks.1.mlp.weight"], gpt2.blocks[1].mlp.weight)
 
 
-def test_sparse_autoencoder_in_a_hook_points_place_is_called_in_place_of_hooks(gpt2: HookedTransformer, ids: Tensor) -> None:
+def test_sparse_autoencoder_in_a_hook_points_place_is_called_in_place_of_hooks(
+    gpt2: HookedTransformer, ids: Tensor
+) -> None:
     gpt2.blocks[1].hook_resid_post = recorder = Recorder(lambda x: x * 0.5)
     gpt2.setup()
     gpt2(ids)

@@ -29,7 +29,9 @@ def model(shared: Callable[[str], HookedTransformer]) -> HookedTransformer:
 
 
 @pytest.mark.parametrize("typed", ["blocks.1.hook_resid_pots", "blocks.1.resid_post", "blocks.7.hook_resid_post"])
-def test_unknown_name_is_a_key_error_with_the_nearest_names(model: HookedTransformer, unharmed: Any, ids: Tensor, typed: str) -> None:
+def test_unknown_name_is_a_key_error_with_the_nearest_names(
+    model: HookedTransformer, unharmed: Any, ids: Tensor, typed: str
+) -> None:
     attempts = (
         lambda: model.run_with_hooks(ids, fwd_hooks=[(POINT, nothing), (typed, nothing)]),
         lambda: model.run_with_hooks(ids, return_type="loss", bwd_hooks=[(typed, nothing)]),
@@ -43,14 +45,23 @@ def test_unknown_name_is_a_key_error_with_the_nearest_names(model: HookedTransfo
         assert typed in str(caught.value) and "hook_resid_post'" in str(caught.value)
 
 
-def test_hook_on_a_module_that_is_no_hook_point_is_refused(model: HookedTransformer, unharmed: Any, ids: Tensor) -> None:
-    for attempt in (lambda: model.add_hook("blocks.1.attn", nothing), lambda: model.run_with_hooks(ids, fwd_hooks=[("blocks.1.attn", nothing)])):
+def test_hook_on_a_module_that_is_no_hook_point_is_refused(
+    model: HookedTransformer, unharmed: Any, ids: Tensor
+) -> None:
+    for attempt in (
+        lambda: model.add_hook("blocks.1.attn", nothing),
+        lambda: model.run_with_hooks(ids, fwd_hooks=[("blocks.1.attn", nothing)]),
+    ):
         with unharmed(model), pytest.raises(AssertionError, match=r"blocks\.1\.attn.*Attention"):
             attempt()
 
 
-@pytest.mark.parametrize("name", ["attn.hook_result", "hook_q_input", "hook_k_input", "hook_v_input", "hook_mlp_in", "hook_attn_in"])
-def test_hook_by_name_on_a_switched_off_point_is_refused(model: HookedTransformer, unharmed: Any, ids: Tensor, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["attn.hook_result", "hook_q_input", "hook_k_input", "hook_v_input", "hook_mlp_in", "hook_attn_in"]
+)
+def test_hook_by_name_on_a_switched_off_point_is_refused(
+    model: HookedTransformer, unharmed: Any, ids: Tensor, name: str
+) -> None:
     name = f"blocks.1.{name}"
     attempts = (
         lambda: model.add_hook(name, nothing),
@@ -66,13 +77,20 @@ def test_hook_by_name_on_a_switched_off_point_is_refused(model: HookedTransforme
 
 EVERYWHERE = (
     *("hook_embed", "hook_pos_embed", "blocks.0.hook_resid_pre", "blocks.1.ln1.hook_scale", "blocks.1.attn.hook_q"),
-    *("blocks.1.attn.hook_attn_scores", "blocks.1.attn.hook_pattern", "blocks.1.attn.hook_z", "blocks.1.hook_resid_mid"),
+    *(
+        "blocks.1.attn.hook_attn_scores",
+        "blocks.1.attn.hook_pattern",
+        "blocks.1.attn.hook_z",
+        "blocks.1.hook_resid_mid",
+    ),
     *("blocks.1.mlp.hook_post", "ln_final.hook_normalized", "unembed.hook_in", "unembed.hook_out"),
 )
 
 
 @pytest.mark.parametrize("name", EVERYWHERE)
-def test_error_in_a_hook_comes_out_as_it_is_with_the_users_line(model: HookedTransformer, unharmed: Any, ids: Tensor, name: str) -> None:
+def test_error_in_a_hook_comes_out_as_it_is_with_the_users_line(
+    model: HookedTransformer, unharmed: Any, ids: Tensor, name: str
+) -> None:
     mine = RuntimeError("mine")
 
     def breaks(x: Tensor, hook: Any) -> None:
@@ -106,7 +124,12 @@ def test_error_in_a_backward_hook_comes_out_as_it_is(model: HookedTransformer, u
     def breaks(grad: Tensor, hook: Any) -> None:
         raise mine
 
-    with unharmed(model), torch.enable_grad(), pytest.raises(ZeroDivisionError) as caught, model.hooks(bwd_hooks=[(POINT, breaks)]):
+    with (
+        unharmed(model),
+        torch.enable_grad(),
+        pytest.raises(ZeroDivisionError) as caught,
+        model.hooks(bwd_hooks=[(POINT, breaks)]),
+    ):
         model(ids, return_type="loss").backward()
     assert caught.value is mine
 
@@ -116,7 +139,17 @@ def test_error_in_a_names_filter_comes_out_as_it_is(model: HookedTransformer, un
         model.run_with_cache(ids, names_filter=lambda name: 1 / 0)
 
 
-@pytest.mark.parametrize("name", ["hook_embed", "blocks.1.attn.hook_q", "blocks.1.attn.hook_pattern", "blocks.1.attn.hook_z", POINT, "unembed.hook_out"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hook_embed",
+        "blocks.1.attn.hook_q",
+        "blocks.1.attn.hook_pattern",
+        "blocks.1.attn.hook_z",
+        POINT,
+        "unembed.hook_out",
+    ],
+)
 @pytest.mark.parametrize(
     ("replace", "got"),
     [
@@ -188,14 +221,23 @@ def test_generation_ends_at_n_ctx_with_an_error(
 
 
 @pytest.mark.parametrize("shape", [(2, 5), (11,), (2, 11, 11), (1, 11)])
-def test_mask_of_another_shape_than_the_tokens_is_refused(model: HookedTransformer, unharmed: Any, ids: Tensor, shape: tuple[int, ...]) -> None:
+def test_mask_of_another_shape_than_the_tokens_is_refused(
+    model: HookedTransformer, unharmed: Any, ids: Tensor, shape: tuple[int, ...]
+) -> None:
     with unharmed(model), pytest.raises(AssertionError, match="does not match tokens shape"):
         model(ids, attention_mask=torch.ones(shape))
 
 
 @pytest.mark.parametrize(
     "bad",
-    [torch.arange(4)[None], torch.randn(1, 3, 100), torch.randn(3, 128), torch.randn(1, 3, 128).double(), torch.randn(1, 73, 128), "text"],
+    [
+        torch.arange(4)[None],
+        torch.randn(1, 3, 100),
+        torch.randn(3, 128),
+        torch.randn(1, 3, 128).double(),
+        torch.randn(1, 73, 128),
+        "text",
+    ],
     ids=["ids", "width", "axes", "dtype", "length", "text"],
 )
 def test_start_at_layer_takes_a_residual_only(model: HookedTransformer, unharmed: Any, bad: Any) -> None:
@@ -204,7 +246,9 @@ def test_start_at_layer_takes_a_residual_only(model: HookedTransformer, unharmed
 
 
 @pytest.mark.parametrize("layer", ["a", 1.5])
-def test_layer_that_is_no_whole_number_is_a_type_error(model: HookedTransformer, unharmed: Any, ids: Tensor, layer: Any) -> None:
+def test_layer_that_is_no_whole_number_is_a_type_error(
+    model: HookedTransformer, unharmed: Any, ids: Tensor, layer: Any
+) -> None:
     with unharmed(model), pytest.raises(TypeError):
         model(ids, stop_at_layer=layer)
 
@@ -214,7 +258,9 @@ def test_loss_without_tokens_is_refused(model: HookedTransformer, unharmed: Any)
         model(torch.randn(1, 3, 128), start_at_layer=1, return_type="loss")
 
 
-def test_failed_run_does_not_leave_a_key_value_cache_that_gives_other_numbers(model: HookedTransformer, unharmed: Any, ids: Tensor) -> None:
+def test_failed_run_does_not_leave_a_key_value_cache_that_gives_other_numbers(
+    model: HookedTransformer, unharmed: Any, ids: Tensor
+) -> None:
     def breaks(x: Tensor, hook: Any) -> None:
         raise ZeroDivisionError
 
@@ -238,7 +284,13 @@ def test_attn_in_of_grouped_queries_is_refused(shared: Any, unharmed: Any) -> No
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("n_layers", 2), ("parallel_attn_mlp", True), ("attn_only", True), ("attn_scores_soft_cap", 5.0), ("act_fn", "relu")],
+    [
+        ("n_layers", 2),
+        ("parallel_attn_mlp", True),
+        ("attn_only", True),
+        ("attn_scores_soft_cap", 5.0),
+        ("act_fn", "relu"),
+    ],
 )
 def test_field_of_cfg_that_says_how_to_compute_cannot_be_changed_unnoticed(
     model: HookedTransformer, unharmed: Any, monkeypatch: pytest.MonkeyPatch, ids: Tensor, field: str, value: Any
@@ -250,7 +302,9 @@ def test_field_of_cfg_that_says_how_to_compute_cannot_be_changed_unnoticed(
                 run(ids)
 
 
-def test_ungrouping_on_cfg_is_refused_where_it_would_show(shared: Any, unharmed: Any, monkeypatch: pytest.MonkeyPatch, ids: Tensor) -> None:
+def test_ungrouping_on_cfg_is_refused_where_it_would_show(
+    shared: Any, unharmed: Any, monkeypatch: pytest.MonkeyPatch, ids: Tensor
+) -> None:
     model = shared("meta-llama/Llama-3.2-1B")
     with unharmed(model), monkeypatch.context() as patch:
         patch.setattr(model.cfg, "ungroup_grouped_query_attention", True)

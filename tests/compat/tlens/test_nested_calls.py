@@ -13,7 +13,15 @@ from compat.tlens import HookedTransformer
 from tests import hub
 
 POINT = "blocks.1.hook_resid_mid"
-PLACES = ("hook_embed", "blocks.1.attn.hook_q", "blocks.1.attn.hook_pattern", "blocks.1.attn.hook_z", "blocks.1.mlp.hook_post", "blocks.2.hook_resid_post", "unembed.hook_out")
+PLACES = (
+    "hook_embed",
+    "blocks.1.attn.hook_q",
+    "blocks.1.attn.hook_pattern",
+    "blocks.1.attn.hook_z",
+    "blocks.1.mlp.hook_post",
+    "blocks.2.hook_resid_post",
+    "unembed.hook_out",
+)
 OTHER = torch.arange(100, 107)[None]
 
 
@@ -101,7 +109,9 @@ def test_error_in_the_inner_forward_comes_out_of_the_outer_one(shared: Any, unha
 
 
 @torch.no_grad()
-def test_error_in_the_inner_forward_that_the_hook_catches_leaves_the_outer_one_going(shared: Any, unharmed: Any, ids: Tensor) -> None:
+def test_error_in_the_inner_forward_that_the_hook_catches_leaves_the_outer_one_going(
+    shared: Any, unharmed: Any, ids: Tensor
+) -> None:
     model, plain = shared("gpt2"), shared("gpt2")(ids)
 
     def call(x: Tensor, hook: Any) -> None:

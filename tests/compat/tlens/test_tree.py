@@ -28,7 +28,12 @@ def test_every_name_of_the_mapper_is_a_hook_point_of_the_tree_and_the_other_way_
 def test_printing_shows_the_tree_and_the_hooks_on_it(gpt2: HookedTransformer) -> None:
     gpt2.add_hook("blocks.1.attn.hook_z", lambda x, hook: None)
     text = repr(gpt2)
-    for part in ("(blocks)", "(attn): Attention(", "(hook_z): HookPoint(name='blocks.1.attn.hook_z', 1 fwd)", "(unembed): Unembed("):
+    for part in (
+        "(blocks)",
+        "(attn): Attention(",
+        "(hook_z): HookPoint(name='blocks.1.attn.hook_z', 1 fwd)",
+        "(unembed): Unembed(",
+    ):
         assert part in text
     assert "tensor(" not in text
 
@@ -47,7 +52,11 @@ def test_blocks_can_be_walked_sliced_and_counted(gpt2: HookedTransformer) -> Non
 def test_only_what_is_live_is_tapped(gpt2: HookedTransformer, ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     run = gpt2.engine.run
-    monkeypatch.setattr(gpt2.engine, "run", lambda batch, taps, **options: (asked.append(len(list(taps))), run(batch, taps, **options))[1])
+    monkeypatch.setattr(
+        gpt2.engine,
+        "run",
+        lambda batch, taps, **options: (asked.append(len(list(taps))), run(batch, taps, **options))[1],
+    )
     gpt2(ids)
     gpt2.run_with_cache(ids, names_filter="blocks.1.hook_resid_post")
     assert asked == [0, 1]
@@ -122,7 +131,9 @@ def pre_hook_on_attention(model: HookedTransformer) -> None:
     ],
     ids=lambda change: change.__name__,
 )
-def test_change_that_cannot_be_served_is_refused(gpt2: HookedTransformer, ids: Tensor, change: Callable[[HookedTransformer], None]) -> None:
+def test_change_that_cannot_be_served_is_refused(
+    gpt2: HookedTransformer, ids: Tensor, change: Callable[[HookedTransformer], None]
+) -> None:
     change(gpt2)
     for run in (gpt2, gpt2.run_with_cache, lambda ids: gpt2.generate(ids, max_new_tokens=1, verbose=False)):
         with pytest.raises(Refused):
@@ -144,9 +155,16 @@ def test_changed_norm_of_queries_or_keys_is_refused(load: Any, ids: Tensor, norm
 
 @pytest.mark.parametrize(
     ("module", "name", "value"),
-    [("blocks.1.mlp", "act_fn", nn.ReLU()), ("blocks.1.attn", "attn_scale", 1.0), ("blocks.1.attn", "attn_type", "local"), ("blocks.1.ln1", "eps", 0.1)],
+    [
+        ("blocks.1.mlp", "act_fn", nn.ReLU()),
+        ("blocks.1.attn", "attn_scale", 1.0),
+        ("blocks.1.attn", "attn_type", "local"),
+        ("blocks.1.ln1", "eps", 0.1),
+    ],
 )
-def test_attribute_that_would_change_nothing_cannot_be_set(gpt2: HookedTransformer, module: str, name: str, value: Any) -> None:
+def test_attribute_that_would_change_nothing_cannot_be_set(
+    gpt2: HookedTransformer, module: str, name: str, value: Any
+) -> None:
     with pytest.raises(AttributeError):
         setattr(gpt2.get_submodule(module), name, value)
 
@@ -177,7 +195,9 @@ def test_module_is_put_back(gpt2: HookedTransformer, ids: Tensor) -> None:
     assert torch.equal(gpt2(ids), before)
 
 
-def test_hook_point_of_the_users_own_stays_silent_until_something_calls_it(gpt2: HookedTransformer, ids: Tensor) -> None:
+def test_hook_point_of_the_users_own_stays_silent_until_something_calls_it(
+    gpt2: HookedTransformer, ids: Tensor
+) -> None:
     gpt2.blocks[1].mine = HookPoint()
     gpt2.setup()
     assert "blocks.1.mine" in gpt2.hook_dict

@@ -72,12 +72,25 @@ def by_state_dict(model: HookedTransformer) -> None:
     model.load_state_dict(weights)
 
 
-WAYS = (in_place, through_data, through_a_view, through_numpy, by_assignment, by_a_new_parameter, by_assigning_data, by_state_dict)
+WAYS = (
+    in_place,
+    through_data,
+    through_a_view,
+    through_numpy,
+    by_assignment,
+    by_a_new_parameter,
+    by_assigning_data,
+    by_state_dict,
+)
 
 
 @pytest.mark.parametrize("edit", WAYS, ids=lambda edit: edit.__name__)
-def test_every_way_of_editing_takes_effect_and_shows(gpt2: HookedTransformer, ids: Tensor, is_close: Any, edit: Callable[[HookedTransformer], None]) -> None:
-    expected = gpt2.run_with_hooks(ids, fwd_hooks=[("hook_embed", lambda x, hook: x * ~((ids >= 5) & (ids < 9))[..., None])])
+def test_every_way_of_editing_takes_effect_and_shows(
+    gpt2: HookedTransformer, ids: Tensor, is_close: Any, edit: Callable[[HookedTransformer], None]
+) -> None:
+    expected = gpt2.run_with_hooks(
+        ids, fwd_hooks=[("hook_embed", lambda x, hook: x * ~((ids >= 5) & (ids < 9))[..., None])]
+    )
     edit(gpt2)
     assert is_close(gpt2(ids), expected)
     assert not gpt2.W_E[5:9].any() and gpt2.W_E[4].any()
@@ -86,7 +99,9 @@ def test_every_way_of_editing_takes_effect_and_shows(gpt2: HookedTransformer, id
 
 @pytest.mark.parametrize("family", hub.NAMES)
 @pytest.mark.parametrize("flags", [{}, RAW], ids=["processed", "raw"])
-def test_edit_that_is_undone_gives_the_first_logits(load: Any, ids: Tensor, is_close: Any, family: str, flags: dict) -> None:
+def test_edit_that_is_undone_gives_the_first_logits(
+    load: Any, ids: Tensor, is_close: Any, family: str, flags: dict
+) -> None:
     model = load(family, **flags)
     before = model(ids)
     for weight in (model.W_E, model.W_U, model.blocks[1].attn.W_Q, model.blocks[0].attn.W_O, model.blocks[2].mlp.W_in):
@@ -108,7 +123,9 @@ def test_head_is_ablated_by_its_output_matrix(load: Any, ids: Tensor, is_close: 
 
 def test_grouped_keys_are_edited_under_their_own_name(load: Any, ids: Tensor, is_close: Any) -> None:
     model = load(LLAMA)
-    scaled = model.run_with_hooks(ids, fwd_hooks=[("blocks.1.attn.hook_k", lambda k, hook: k * torch.tensor([0.0, 1.0])[:, None])])
+    scaled = model.run_with_hooks(
+        ids, fwd_hooks=[("blocks.1.attn.hook_k", lambda k, hook: k * torch.tensor([0.0, 1.0])[:, None])]
+    )
     model.blocks[1].attn._W_K.data[0] = 0
     assert is_close(model(ids), scaled)
     assert not model.blocks[1].attn.W_K[:2].any() and model.blocks[1].attn.W_K[2:].any()
@@ -125,7 +142,9 @@ def test_bias_that_the_checkpoint_lacks_comes_into_being(load: Any, ids: Tensor,
     assert is_close(model(ids)[..., 7], expected[..., 7] + 3)
 
 
-def test_bias_inside_a_gated_mlp_is_refused_once_and_only_if_it_is_not_zero(load: Any, unharmed: Any, ids: Tensor) -> None:
+def test_bias_inside_a_gated_mlp_is_refused_once_and_only_if_it_is_not_zero(
+    load: Any, unharmed: Any, ids: Tensor
+) -> None:
     model = load(LLAMA)
     with unharmed(model):
         model.blocks[1].mlp.b_in += 1
@@ -264,7 +283,9 @@ SHOWN = ("W_E", "W_U", "b_U", "W_Q", "W_K", "W_V", "W_O", "b_O", "b_V", "W_in", 
 
 def read_afresh(model: HookedTransformer) -> HookedTransformer:
     """A second model on a copy of the same parameters, which has shown nothing yet."""
-    return HookedTransformer.from_pretrained(model.cfg.tokenizer_name, hf_model=copy.deepcopy(model.engine.model), device="cpu")
+    return HookedTransformer.from_pretrained(
+        model.cfg.tokenizer_name, hf_model=copy.deepcopy(model.engine.model), device="cpu"
+    )
 
 
 def assert_shows_what_is_there(model: HookedTransformer, ids: Tensor) -> None:
@@ -316,7 +337,9 @@ def test_edit_after_a_step_is_an_edit_of_the_new_weight(gpt2: HookedTransformer,
     assert is_close(gpt2.run_with_cache(ids)[1]["embed"], stepped[ids])
 
 
-def test_edit_and_step_of_one_weight_with_no_forward_between_are_refused(gpt2: HookedTransformer, unharmed: Any, ids: Tensor) -> None:
+def test_edit_and_step_of_one_weight_with_no_forward_between_are_refused(
+    gpt2: HookedTransformer, unharmed: Any, ids: Tensor
+) -> None:
     held, optimizer = gpt2.W_E, torch.optim.SGD(gpt2.parameters(), lr=0.1)
     gpt2(ids, return_type="loss").backward()
     held[5] = 0
@@ -328,7 +351,9 @@ def test_edit_and_step_of_one_weight_with_no_forward_between_are_refused(gpt2: H
     assert_shows_what_is_there(gpt2, ids)
 
 
-def test_optimizer_from_before_the_first_edit_is_warned_about(gpt2: HookedTransformer, ids: Tensor, caplog: pytest.LogCaptureFixture) -> None:
+def test_optimizer_from_before_the_first_edit_is_warned_about(
+    gpt2: HookedTransformer, ids: Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
     list(gpt2.parameters())
     gpt2.W_E[5:9] = 0
     with caplog.at_level(logging.WARNING):
