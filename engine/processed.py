@@ -63,6 +63,10 @@ class Processed:
         self.processing = wanted.for_family(engine.facts)
         self._value_offsets: dict[int, Tensor] = {}
 
+    def forget(self) -> None:
+        """Drops what was computed from the raw weights; call it when they were changed or moved."""
+        self._value_offsets.clear()
+
     def shown_at(self, address: Address) -> Address:
         """With norms folded, what the unembedding receives is the normalized stream before gain and bias."""
         folded = self.processing.fold_norm and address.point == "final_norm"

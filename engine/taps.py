@@ -18,7 +18,10 @@ from engine.points import Address
 
 @dataclass(frozen=True)
 class Tap:
-    """A function on an address. `reads` promises that it neither edits in place nor returns anything."""
+    """A function on an address.
+
+    `reads` promises that it neither edits in place nor returns anything, nor asks for the gradient of what it was handed.
+    """
 
     address: Address
     fn: Callable[[Tensor], Tensor | None]
@@ -30,7 +33,7 @@ class Taps:
 
     def __init__(self, taps: Iterable[Tap] = ()) -> None:
         self._at: dict[Address, list[Tap]] = {}
-        self.fired: set[Address] = set()
+        self._fired: set[int] = set()
         self.on_add: Callable[[Address], None] | None = None
         for tap in taps:
             self.add(tap)
@@ -46,14 +49,23 @@ class Taps:
     def addresses(self) -> Iterable[Address]:
         return self._at.keys()
 
+    def unfired(self) -> Iterable[Address]:
+        """Where a tap of this run was never called, one that was added when the forward had passed included."""
+        return [tap.address for taps in self._at.values() for tap in taps if id(tap) not in self._fired]
+
+    def begin(self, on_add: Callable[[Address], None]) -> None:
+        """Opens a run: nothing has fired, and `on_add` hears of what is added."""
+        self._fired.clear()
+        self.on_add = on_add
+
     def writes(self, address: Address) -> bool:
         """Whether any tap here may change the value."""
         return any(not tap.reads for tap in self._at.get(address, ()))
 
     def fire(self, address: Address, value: Tensor) -> Tensor:
         """Runs the taps here on `value` and returns what the forward must continue with."""
-        self.fired.add(address)
         for tap in tuple(self._at.get(address, ())):
+            self._fired.add(id(tap))
             result = tap.fn(value)
             if result is not None and not tap.reads:
                 value = checked(address, value, result)

@@ -45,9 +45,10 @@ def attention(
         unknown = [name for name in _NOT_FOR_SDPA[1:] if kwargs.get(name) is not None]
         if unknown:
             raise Refused(f"the attention of layer {state.index} takes {unknown[0]}, which the explicit path has no formula for")
+        keys_are_shared = run.writes("k_rot", state)  # with the cache, which an edit in place must not enter
         return explicit_attention(
             query,
-            key,
+            key.clone() if keys_are_shared else key,
             value,
             mask=attention_mask,
             scaling=scaling,
@@ -65,6 +66,7 @@ def take_over(model: nn.Module) -> None:
     if config._attn_implementation == NAME:
         return
     own = config._attn_implementation or "eager"
+    own = own if own in ("eager", "sdpa") else "sdpa"  # flash and flex kernels take masks of a form that ours is not
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     model.set_attn_implementation(NAME)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from transformers import DynamicCache
 from engine.eager.attention import take_over
 from engine.eager.facts import read_facts
 from engine.eager.resolve import Tree, learn_head_axis, resolve
-from engine.eager.run import BEFORE_LAYERS, Run
+from engine.eager.run import BEFORE_LAYERS, Run, current_run
 from engine.eager.selfcheck import self_check
 from engine.eager.weights import EagerWeights, untie
 from engine.errors import BadInput, CompatError, Refused
@@ -40,6 +41,7 @@ class EagerEngine:
         self.tokenizer, self._owned = tokenizer, owned
         self._model_id = model_id
         self._unproved: dict[str, str] = {}
+        self.weights = EagerWeights(lambda: self.tree, self._prepare_writing)
         self._adopt(model)
         self._unproved = self_check(self)
 
@@ -51,11 +53,10 @@ class EagerEngine:
         config = self._causal.config.get_text_config()
         self.tree: Tree = resolve(self._causal, config)
         learn_head_axis(self.tree, self.tree.embed.weight.device)
-        self.weights = EagerWeights(self.tree, self._prepare_writing)
         self._facts = read_facts(self.tree, config, self._model_id or getattr(config, "_name_or_path", ""))
 
     def _prepare_writing(self) -> None:
-        if self._causal is not self.model:
+        if any(hasattr(module, "base_layer") for module in self._causal.modules()):
             raise Refused("a weight of a model with an adapter was edited; merge the adapter first (merge_and_unload())")
         if not self._owned:
             self._owned = True
@@ -84,22 +85,24 @@ class EagerEngine:
     ) -> Tensor | None:
         """One forward; see `Engine.run`. `last_only` computes the logits of the last position only, `[batch, 1, d_vocab]`."""
         taps = taps if isinstance(taps, Taps) else Taps(taps)
-        for address in taps.addresses():
-            self._check_served(address)
-        inputs = self._inputs(batch, cache, start)
-        if last_only:
-            inputs["logits_to_keep"] = 1
-        run = Run(self.tree, self.weights, taps, grad=grad, batch_size=batch.shape[0])
-        with torch.set_grad_enabled(grad), run, _passing_through(self.tree, 0 if start is None else start[0]):
+        first, last = 0 if start is None else start[0], self.facts.n_layers if stop is None else stop
+        if not 0 <= first <= last <= self.facts.n_layers:
+            raise BadInput(f"start = {first} and stop = {last} must be in order, from 0 to {self.facts.n_layers}")
+        _check_form(batch)
+        run = Run(self.tree, self.weights, taps, self._check_served, grad=grad, batch_size=batch.shape[0])
+        with torch.set_grad_enabled(grad), run, _passing_through(self.tree, first, run):
             if start is not None:
-                run.on_input(self.tree.layers[start[0]].block, lambda _: start[1])
+                run.on_input(self._entered_at(first), lambda _: start[1])
             if stop is not None:
                 run.on_input(self._entered_at(stop), _end_with_input)
             elif not unembed:
                 run.on_input(self.tree.lm_head, _end)
-            run.arm_all(None if start is None else start[0])
-            if batch.tokens is not None and start is None:
-                run.fire("tokens", run.outside, batch.tokens)
+            run.arm_all(None if start is None else first)
+            inputs = self._inputs(batch if start is not None else _entering(run, batch, self.facts.device), cache, start)
+            if cache is not None:
+                _check_cache(cache, first, last)
+            if last_only:
+                inputs["logits_to_keep"] = 1
             try:
                 logits = self.model(**inputs).logits
             except _Enough as end:
@@ -133,6 +136,8 @@ class EagerEngine:
         """None, or why the address cannot be served, as a sentence."""
         if address.layer is not None and not 0 <= address.layer < self.facts.n_layers:
             return f"the model has layers 0 to {self.facts.n_layers - 1}"
+        if address.point == "tokens" and mode == "grad":
+            return "token ids are whole numbers, which have no gradient"
         if address.point in self._unproved:
             return self._unproved[address.point]
         return _absent(self.tree, self.facts, address)
@@ -177,9 +182,7 @@ class EagerEngine:
     def _check_all_fired(self, taps: Taps, start: tuple[int, Tensor] | None, stop: int | None, unembed: bool) -> None:
         """A tap that the forward went past without firing would be a lost edit or a short capture."""
         first, last = 0 if start is None else start[0], self.facts.n_layers if stop is None else stop
-        for address in taps.addresses():
-            if address in taps.fired:
-                continue
+        for address in taps.unfired():
             if address.layer is not None:
                 due = first <= address.layer < last
             elif address.point in BEFORE_LAYERS:
@@ -188,6 +191,28 @@ class EagerEngine:
                 due = stop is None and (unembed or address.point not in ("lm_head", "logits"))
             if due:
                 raise CompatError(f"the tap at {address} never fired: the forward had passed it, or did not go through it")
+
+
+def _entering(run: Run, batch: Batch, device: torch.device) -> Batch:
+    """The batch that the model is called on: taps on what comes in see it first, and never edit the caller's own tensor."""
+    name, point = ("tokens", "tokens") if batch.embeds is None else ("embeds", "embeddings")
+    return replace(batch, **{name: run.fire_copy(point, run.outside, getattr(batch, name).to(device))[0]})
+
+
+def _check_cache(cache: Any, first: int, last: int) -> None:
+    """Layers that hold different numbers of positions would attend to some of the past only, and say nothing."""
+    past = cache.get_seq_length()
+    held = [layer.get_seq_length() for layer in cache.layers[first:last]]
+    if set(held + [0] * (last - first - len(held))) - {past}:
+        raise BadInput(f"the cache holds {past} positions in layer 0, but {held} in layers {first} to {last - 1}: an earlier "
+                       "run with start or stop left it incomplete")
+
+
+def _check_form(batch: Batch) -> None:
+    given, form, n = (batch.tokens, "tokens [batch, pos]", 2) if batch.embeds is None else (batch.embeds, "embeds [batch, pos, d_model]", 3)
+    if given is None or given.dim() != n or given.is_floating_point() != (n == 3):
+        got = "none" if given is None else f"{list(given.shape)} {given.dtype}"
+        raise BadInput(f"a batch has {form} ({'whole numbers' if n == 2 else 'floats'}); got {got}")
 
 
 def _check_ids(tokens: Tensor, d_vocab: int) -> None:
@@ -204,15 +229,23 @@ def _end_with_input(x: Tensor) -> None:
 
 
 class _passing_through:
-    """Lets the hidden states pass the first `n` blocks untouched."""
+    """Lets the hidden states of one run pass the first `n` blocks untouched; a model call inside its taps is as ever."""
 
-    def __init__(self, tree: Tree, n: int) -> None:
-        self._blocks = [layer.block for layer in tree.layers[:n]]
+    def __init__(self, tree: Tree, n: int, run: Run) -> None:
+        self._blocks, self._run = [layer.block for layer in tree.layers[:n]], run
 
     def __enter__(self) -> None:
         self._before = [vars(block).get("forward") for block in self._blocks]
         for block in self._blocks:
-            block.forward = lambda *args, **kwargs: args[0] if args else kwargs["hidden_states"]
+            block.forward = self._passing(block.forward)
+
+    def _passing(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if current_run() is not self._run:
+                return forward(*args, **kwargs)
+            return args[0] if args else kwargs["hidden_states"]
+
+        return call
 
     def __exit__(self, *_: object) -> None:
         for block, before in zip(self._blocks, self._before):

@@ -18,8 +18,7 @@ from engine.points import POINTS
 if TYPE_CHECKING:
     from engine.eager.run import Run, State
 
-_BRANCH = ("block.in", "attn.in", "q.out", "k.out", "v.out", "qkv.out")
-_MLP_BRANCH = ("block.in", "mlp_norm.in", "mlp.in")
+_BRANCH = ("attn.in", "q.out", "k.out", "v.out", "qkv.out")
 
 PLACES: dict[str, tuple[str, ...]] = {
     "tokens": (),  # fired by the engine before the model's forward
@@ -54,10 +53,10 @@ PLACES: dict[str, tuple[str, ...]] = {
     "attn_post_norm_scale": ("attn_post_norm.out",),
     "attn_post_norm_normalized": ("attn_post_norm.out",),
     "attn_out_post": ("attn.out", "attn_post_norm.out"),
-    "resid_mid": ("block.in", "attn.out", "attn_post_norm.out"),
-    "mlp_stream_in": _MLP_BRANCH,
-    "mlp_norm_scale": _MLP_BRANCH,
-    "mlp_norm_normalized": _MLP_BRANCH,
+    "resid_mid": ("attn.out", "attn_post_norm.out"),
+    "mlp_stream_in": ("mlp.in",),
+    "mlp_norm_scale": ("mlp.in",),
+    "mlp_norm_normalized": ("mlp.in",),
     "mlp_in": ("mlp.in",),
     "mlp_pre": ("gate.out", "up.out", "gate_up.out"),
     "mlp_pre_linear": ("up.out", "gate_up.out"),
@@ -88,15 +87,16 @@ def _block_in(run: Run, state: State, x: Tensor) -> Tensor:
     return state.stream
 
 
+_BRANCH_POINTS = ("attn_stream_in", "q_input", "k_input", "v_input", "attn_norm_scale", "attn_norm_normalized")
+
+
 def _attn_in(run: Run, state: State, x: Tensor) -> Tensor:
-    points = ("attn_stream_in", "q_input", "k_input", "v_input", "attn_norm_scale", "attn_norm_normalized")
-    if any(run.tapped(point, state) for point in points):
-        editable = any(run.writes(point, state) for point in points)
-        _attention_branches(run, state, x.dtype, editable)
+    if any(run.tapped(point, state) for point in _BRANCH_POINTS):
+        _attention_branches(run, state, x.dtype)
     return run.fire("attn_in", state, x)
 
 
-def _attention_branches(run: Run, state: State, dtype: torch.dtype, editable: bool) -> None:
+def _attention_branches(run: Run, state: State, dtype: torch.dtype) -> None:
     """q, k and v read the stream through a norm of their own each: what is edited on one branch reaches only that one."""
     heads, norm = run.tree.heads, state.norm("attn_norm")
     shared, shared_edited = state.stream, False
@@ -105,7 +105,9 @@ def _attention_branches(run: Run, state: State, dtype: torch.dtype, editable: bo
     for part, n in (("q", heads.n), ("k", heads.n_kv), ("v", heads.n_kv)):
         x, edited = shared, shared_edited
         if run.tapped(f"{part}_input", state):
-            x, edited = run.fire_copy(f"{part}_input", state, _by_head(state.stream, n))
+            x, edited_input = run.fire_copy(f"{part}_input", state, _by_head(x, n) if x.dim() == 3 else x)
+            edited = edited or edited_input
+        editable = any(run.writes(point, state) for point in _BRANCH_POINTS)  # asked late: a tap may have added another
         if norm is not None and (editable or part == "v"):  # readers keep the last of three equal calls, v's
             x, edited = _through_norm(run, state, "attn_norm", norm, x, edited, dtype)
         if edited:
@@ -144,12 +146,10 @@ def _projection_out(part: str, point: str) -> Callable[..., Tensor]:
 
 
 def _qkv_out(run: Run, state: State, y: Tensor, x: Tensor) -> Tensor:
-    points = {"q": "q", "k": "k", "v": "value"}
-    edits = bool(state.override) or any(run.writes(point, state) for point in points.values())
-    new = []
-    for (part, point), value in zip(points.items(), state.layer.layout.split(y, run.tree.heads)):
-        value = value.clone() if edits else value  # views of one tensor cannot be edited in place one by one
+    parts, edits, new = (("q", "q"), ("k", "k"), ("v", "value")), bool(state.override), []
+    for (part, point), value in zip(parts, state.layer.layout.split(y, run.tree.heads)):
         new.append(run.fire(point, state, state.override.pop(part, value)))
+        edits = edits or run.writes(point, state)
     return state.layer.layout.join(*new) if edits else y
 
 
@@ -242,9 +242,9 @@ def _up_out(run: Run, state: State, y: Tensor, x: Tensor) -> Tensor:
 
 
 def _gate_up_out(run: Run, state: State, y: Tensor, x: Tensor) -> Tensor:
-    edits = run.writes("mlp_pre", state) or run.writes("mlp_pre_linear", state)
-    gate, up = (half.clone() if edits else half for half in y.chunk(2, -1))
+    gate, up = y.chunk(2, -1)
     gate, up = run.fire("mlp_pre", state, gate), run.fire("mlp_pre_linear", state, up)
+    edits = run.writes("mlp_pre", state) or run.writes("mlp_pre_linear", state)
     return torch.cat([gate, up], -1) if edits else y
 
 

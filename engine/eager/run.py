@@ -17,6 +17,7 @@ from engine.points import Address
 from engine.seam import Weights
 from engine.taps import Taps, same
 
+_RECORDED = ("block.in", "mlp_norm.in")  # what later places of a layer need to have seen
 BEFORE_LAYERS = ("tokens", "embeddings", "pos_embed")
 
 _current: ContextVar[Run | None] = ContextVar("run", default=None)
@@ -45,9 +46,12 @@ class State:
 class Run:
     """The taps of one forward, armed on a tree. Use as a context manager around the model's forward."""
 
-    def __init__(self, tree: Tree, weights: Weights, taps: Taps, *, grad: bool, batch_size: int) -> None:
+    def __init__(
+        self, tree: Tree, weights: Weights, taps: Taps, check: Callable[[Address], None], *, grad: bool, batch_size: int
+    ) -> None:
+        """`check` raises for an address that cannot be served."""
         self.tree, self.weights, self.taps, self.grad, self.batch_size = tree, weights, taps, grad, batch_size
-        self.firing = False
+        self.check, self.firing = check, False
         self.outside = State(None)
         self.states = [State(layer) for layer in tree.layers]
         self._by_attention = {id(state.layer.attn): state for state in self.states}
@@ -65,7 +69,7 @@ class Run:
         self._first_layer = first_layer
         for address in self.taps.addresses():
             self.arm(address)
-        self.taps.on_add = self.arm
+        self.taps.begin(self.arm)
 
     def __exit__(self, *_: object) -> None:
         _current.reset(self._token)
@@ -104,24 +108,27 @@ class Run:
         self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
 
     def arm(self, address: Address) -> None:
-        """Puts hooks where `address` needs them, and a quiet one on the modules around them."""
+        """Puts hooks where `address` needs them, and on its layer what a tap that is added there later will need."""
+        self.check(address)
         if self._first_layer is not None and (
             address.point in BEFORE_LAYERS if address.layer is None else address.layer < self._first_layer
         ):
             return  # what runs there is a stand-in, not the model
         state = self.outside if address.layer is None else self.states[address.layer]
-        for place in PLACES[address.point]:
+        if state.layer is not None and (id(state.layer.block), "around") not in self._armed:
+            self._armed.add((id(state.layer.block), "around"))
+            for around in (state.layer.block, state.layer.attn, state.layer.mlp):
+                self._handles.append(around.register_forward_hook(_nothing))
+            self._arm_places(_RECORDED, state)
+        self._arm_places(PLACES[address.point], state)
+
+    def _arm_places(self, places: tuple[str, ...], state: State) -> None:
+        for place in places:
             role, side = place.split(".")
             module = self._module(role, state)
-            if module is None or (id(module), place) in self._armed:
-                continue
-            self._armed.add((id(module), place))
-            if state.layer is not None:
-                for around in (state.layer.block, state.layer.attn, state.layer.mlp):
-                    if (id(around), "around") not in self._armed:
-                        self._armed.add((id(around), "around"))
-                        self._handles.append(around.register_forward_hook(_nothing))
-            self._install(HANDLERS[place], module, side, state)
+            if module is not None and (id(module), place) not in self._armed:
+                self._armed.add((id(module), place))
+                self._install(HANDLERS[place], module, side, state)
 
     def _install(self, handler: Callable[..., Tensor], module: nn.Module, side: str, state: State) -> None:
         if side == "in":
@@ -148,6 +155,8 @@ class Run:
         address = Address(point, state.index)
         if address not in self.taps:
             return value
+        if self.grad and self.taps.writes(address):
+            value = value.clone()  # an edit in place must touch neither what autograd saved nor a leaf
         self.firing = True
         try:
             return self.taps.fire(address, value)
@@ -161,7 +170,7 @@ class Run:
         """
         if not self.writes(point, state):
             return self.fire(point, state, value), False
-        result = self.fire(point, state, value.clone())
+        result = self.fire(point, state, value if self.grad else value.clone())
         return result, self.grad or not same(value, result)
 
 

@@ -37,7 +37,7 @@ def self_check(engine: EagerEngine) -> dict[str, str]:
     plain = engine.run(batch, ())
     tapped = engine.run(batch, taps)
     checks = [("the explicit attention gives the checkpoint's own logits", _INSIDE, tapped, plain)]
-    checks += _global_checks(engine, seen)
+    checks += _global_checks(engine, batch, seen)
     for layer in range(facts.n_layers):
         checks += _layer_checks(engine, layer, lambda point, layer=layer: seen.get(Address(point, layer)))
     unproved: dict[str, str] = {}
@@ -56,6 +56,15 @@ def self_check(engine: EagerEngine) -> dict[str, str]:
 
 _INSIDE = ("q_rot", "k_rot", "attn_scores", "attn_probs")
 _BRANCH = ("attn_stream_in", "q_input", "k_input", "v_input")  # copies of the stream; they rest on the norm's identity
+# norm -> the point that it makes, and the points beside its scale and normalized value that rest on its formula
+_NORMS = {
+    "attn_norm": ("attn_in", _BRANCH),
+    "q_norm": ("q_norm_out", ()),
+    "k_norm": ("k_norm_out", ()),
+    "attn_post_norm": ("attn_out_post", ()),
+    "mlp_norm": ("mlp_in", ("mlp_stream_in",)),
+    "mlp_post_norm": ("mlp_out_post", ()),
+}
 
 
 def _served(engine: EagerEngine) -> Iterator[Address]:
@@ -66,8 +75,9 @@ def _served(engine: EagerEngine) -> Iterator[Address]:
                 yield address
 
 
-def _global_checks(engine: EagerEngine, seen: dict[Address, Tensor]) -> Iterator[Check]:
+def _global_checks(engine: EagerEngine, batch: Batch, seen: dict[Address, Tensor]) -> Iterator[Check]:
     weights, at = engine.weights, lambda point, layer=None: seen[Address(point, layer)]
+    yield "embeddings = W_E[tokens]", ("embeddings",), at("embeddings"), weights("embed")[batch.tokens]
     stream = at("embeddings")
     if engine.facts.positions == "learned":
         stream = stream + at("pos_embed")
@@ -93,24 +103,26 @@ def _layer_checks(engine: EagerEngine, layer: int, at: Tensor) -> Iterator[Check
         divided, scale = norms["mlp_norm"].parts(mid)
         normalized = ("mlp_norm_scale", "mlp_norm_normalized", "mlp_stream_in", "resid_mid")
         yield here + "the MLP's norm reads resid_mid", normalized, at("mlp_norm_normalized"), divided / scale
-    for role, read, points in (("attn_norm", "attn_in", _BRANCH), ("mlp_norm", "mlp_in", ("mlp_stream_in",))):
-        if role in norms:
-            finished = norms[role].finish(at(f"{role}_normalized"), facts.dtype)
-            promise = f"{here}{read} = normalized * gain + bias"
-            yield promise, (*points, f"{role}_scale", f"{role}_normalized"), at(read), finished
+    for role, norm in norms.items():
+        read, points = _NORMS[role]
+        finished = norm.finish(at(f"{role}_normalized"), facts.dtype)
+        yield f"{here}{read} = normalized * gain + bias", (*points, f"{role}_scale", f"{role}_normalized"), at(read), finished
     for part, point in (("q", "q"), ("k", "k"), ("v", "value")):
         projected = torch.einsum("bpd,hdk->bphk", at("attn_in"), weights(part, layer)) + weights(f"{part}_bias", layer)
-        yield f"{here}{point} = attn_in W + b", (point,), at(point), projected
+        yield f"{here}{point} = attn_in W + b", (point, f"{part}_input"), at(point), projected
     for part in "qk":
         before = at(f"{part}_norm_out") if facts.qk_norm else at(part)
         lengths = at(f"{part}_rot").float().norm(dim=-1), before.float().norm(dim=-1)  # a rotation keeps lengths
-        yield f"{here}{part}_rot is {part} rotated", (part, f"{part}_rot"), *lengths
+        yield f"{here}{part}_rot is {part} rotated", (part, f"{part}_input", f"{part}_rot"), *lengths
     values = at("value").repeat_interleave(facts.n_heads // facts.n_kv_heads, dim=2)
     mixed = torch.einsum("bhqk,bkhd->bqhd", at("attn_probs"), values)
-    yield here + "z = pattern value", ("value", "z", "attn_probs"), at("z"), mixed
+    yield here + "z = pattern value", ("value", "v_input", "z", "attn_probs"), at("z"), mixed
     yield here + "attn_out = sum of results + b_O", ("attn_result",), at("attn_out"), at("attn_result").sum(2) + weights("o_bias", layer)
     down = at("mlp_act") @ weights("mlp_out", layer) + weights("mlp_out_bias", layer)
     yield here + "mlp_out = mlp_act W_out + b_out", ("mlp_act",), at("mlp_out"), down
+    for point, name in (("mlp_pre", "mlp_gate"), ("mlp_pre_linear", "mlp_in")) if facts.gated_mlp else (("mlp_pre", "mlp_in"),):
+        up = at("mlp_in") @ weights(name, layer) + weights(f"{name}_bias", layer)
+        yield f"{here}{point} = mlp_in W + b", (point,), at(point), up
     act = tree.layers[layer].parts.get("act")
     if act is not None:
         activated = act(at("mlp_pre"))

@@ -19,9 +19,14 @@ NORMS = ("attn_norm", "attn_post_norm", "mlp_norm", "mlp_post_norm", "q_norm", "
 class EagerWeights:
     """`weights(name, layer)` in the dtype of the checkpoint; a bias that it lacks is zeros."""
 
-    def __init__(self, tree: Tree, prepare_writing: Callable[[], None]) -> None:
-        self._tree = tree
+    def __init__(self, tree: Callable[[], Tree], prepare_writing: Callable[[], None]) -> None:
+        """`tree` is asked at each use, since `prepare_writing` may put a copy of the model in its place."""
+        self._current_tree = tree
         self._prepare = prepare_writing
+
+    @property
+    def _tree(self) -> Tree:
+        return self._current_tree()
 
     def has(self, name: str, layer: int | None = None) -> bool:
         try:
@@ -42,6 +47,7 @@ class EagerWeights:
     @torch.no_grad()
     def write(self, name: str, layer: int | None, value: Tensor) -> None:
         """Copies `value` into the module's own parameter; readers return views of it wherever the layout allows."""
+        self._prepare()
         tree, module_layer = self._tree, None if layer is None else self._tree.layers[layer]
         norm = tree.final_norm if layer is None else module_layer.norms.get(name.rsplit("_", 1)[0])
         if norm is not None and name.endswith(("_gain", "_bias")) and "norm" in name:
