@@ -59,6 +59,7 @@ class Facts:
     attn_softcap: float | None
     logit_softcap: float | None
     sliding_windows: tuple[int | None, ...]  # one entry a layer
+    embed_norm: bool  # a norm stands between the embedding and the stream
     qk_norm: bool
     post_norms: bool
     n_experts: int | None

@@ -10,7 +10,7 @@ import copy
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -26,14 +26,14 @@ from compat.tlens.HookedRootModule import HookedRootModule
 from compat.tlens.HookedTransformerConfig import HookedTransformerConfig, config_from_facts
 from compat.tlens.live import live_taps
 from compat.tlens.loading_from_pretrained import checkpoint_fields, checkpoint_revision, get_official_model_name
-from compat.tlens.parameters import ModelParameters, Weight, WeightModule
+from compat.tlens.parameters import Blocks, ModelParameters, WeightModule
 from compat.tlens.past_key_value_caching import HookedTransformerKeyValueCache
 from compat.tlens.sampling import Prompt, Sampling, Stream, accept_generation_kwargs, read_prompt
 from compat.tlens.tokens import TokenMethods, check_token_ids
 from compat.tlens.utils import USE_DEFAULT_VALUE, LocallyOverridenDefaults, get_attention_mask, get_device, lm_cross_entropy_loss
 from compat.tlens.utilities.devices import move_to_and_update_config
 from engine.load import load_engine
-from engine.errors import BadInput, Refused
+from engine.errors import BadInput, Refused, UnknownName
 from engine.points import POINTS, Address
 from engine.processed import Pass, Processed, Processing
 from engine.seam import Batch, Engine
@@ -48,8 +48,15 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "bf16": torch.bfloat16,
 }
+# Fields of cfg that TransformerLens reads at every forward, and that say how this model computes.
+COMPUTES = (
+    *("n_layers", "n_heads", "d_head", "n_key_value_heads", "attn_only", "parallel_attn_mlp", "normalization_type"),
+    *("positional_embedding_type", "attn_scores_soft_cap", "use_qk_norm", "use_normalization_before_and_after"),
+    *("rotary_dim", "rotary_adjacent_pairs", "act_fn", "gated_mlp", "eps"),
+)
 # hook_embed and hook_tokens stay silent in generate: TransformerLens embeds there without them.
 SILENT_IN_GENERATE = ("hook_embed", "hook_tokens")
+SILENT_WITHOUT_LOGITS = ("unembed.hook_in", "unembed.hook_out")
 
 
 class Output(NamedTuple):
@@ -82,6 +89,7 @@ class HookedTransformer(TokenMethods, CircuitMethods, HookedRootModule):
         self.processed = Processed(self.engine, processing)
         self.weights_shown = ModelParameters(self.processed)
         self.folded = processing.fold_norm
+        self._computes = {name: getattr(self.cfg, name) for name in COMPUTES}
         self.tokenizer, self.dataset = None, None
         tokenizer = tokenizer if tokenizer is not None else self.engine.tokenizer
         if tokenizer is not None:
@@ -100,9 +108,7 @@ class HookedTransformer(TokenMethods, CircuitMethods, HookedRootModule):
             self.hook_pos_embed = HookPoint()  # [batch, pos, d_model]
         if cfg.use_hook_tokens:
             self.hook_tokens = HookPoint()  # [batch, pos]
-        self.blocks = nn.ModuleList(
-            components.TransformerBlock(weights, cfg, facts, layer) for layer in range(facts.n_layers)
-        )
+        self.blocks = Blocks(components.TransformerBlock(weights, cfg, facts, layer) for layer in range(facts.n_layers))
         self.ln_final = components.NORMS[cfg.normalization_type](weights, cfg, "final_norm", None)
         self.unembed = components.Unembed(weights, cfg)
         for block in self.blocks:
@@ -153,9 +159,13 @@ class HookedTransformer(TokenMethods, CircuitMethods, HookedRootModule):
         require(not quantized, "Quantization not supported")
         if refactor_factored_attn_matrices:
             raise Refused("refactor_factored_attn_matrices gives heads another basis; load without it and use FactoredMatrix.svd")
+        for kind, other in (("t5", "HookedEncoderDecoder"), ("bert", "HookedEncoder")):
+            if os.fspath(model_name).lower().startswith(kind):
+                raise Refused(f"{model_name} is no decoder; TransformerLens loads it with {other}, which is not served")
         name = get_official_model_name(model_name)
-        dtype = DTYPES[dtype] if isinstance(dtype, str) else dtype
-        dtype = from_pretrained_kwargs.pop("torch_dtype", None) or dtype
+        dtype = _dtype(from_pretrained_kwargs.pop("torch_dtype", None) or dtype)
+        if hf_model is not None:
+            _check_hf_model(hf_model, dtype, first_n_layers)
         checkpoint: dict[str, Any] = {}
         if not checkpoint_index is checkpoint_value is checkpoint_label is None:
             if None not in (checkpoint_value, checkpoint_label):
@@ -163,9 +173,12 @@ class HookedTransformer(TokenMethods, CircuitMethods, HookedRootModule):
             checkpoint = checkpoint_fields(name, checkpoint_index, checkpoint_label if checkpoint_value is None else checkpoint_value)
             from_pretrained_kwargs["revision"] = checkpoint_revision(name, checkpoint["checkpoint_value"])
         if first_n_layers is not None:
+            require(first_n_layers > 0, f"first_n_layers must be at least 1, not {first_n_layers}")
             from_pretrained_kwargs["num_hidden_layers"] = first_n_layers
         device = device if device is not None or hf_model is not None else get_device()
         engine = load_engine(name, hf_model=hf_model, tokenizer=tokenizer, dtype=dtype, device=device, **from_pretrained_kwargs)
+        if n_ctx is not None and n_ctx > engine.facts.n_ctx and engine.facts.positions == "learned":
+            raise BadInput(f"n_ctx = {n_ctx}, but {name} has learned {engine.facts.n_ctx} positions")
         processing = Processing(fold_ln, center_writing_weights, center_unembed, fold_value_biases)
         fields = {"n_devices": n_devices} | checkpoint | ({} if n_ctx is None else {"n_ctx": n_ctx})
         cfg = config_from_facts(
@@ -173,6 +186,8 @@ class HookedTransformer(TokenMethods, CircuitMethods, HookedRootModule):
         )
         cfg._loaded = (engine, processing)
         model = cls(cfg, tokenizer, move_to_device=False, default_padding_side=default_padding_side)
+        if hf_model is not None:
+            model.weights_shown.lend()
         print(f"Loaded pretrained model {model_name} into HookedTransformer")
         return model
 
@@ -220,12 +235,15 @@ class HookedTransformer(TokenMethods, CircuitMethods, HookedRootModule):
             raise Refused("shortformer models are not served")
         with LocallyOverridenDefaults(self, prepend_bos=prepend_bos, padding_side=padding_side):
             residual = None
-            if start_at_layer is None:
+            if start_at_layer is None and self.input_to_embed.__func__ is not HookedTransformer.input_to_embed:
+                residual, tokens, _, attention_mask = self.input_to_embed(
+                    input, prepend_bos, padding_side, attention_mask, past_kv_cache
+                )
+            elif start_at_layer is None:
                 tokens = self._tokens(input)
                 attention_mask = self._mask(tokens, attention_mask, past_kv_cache)
             else:
-                require(isinstance(input, Tensor), "with start_at_layer the input is a residual, a tensor")
-                residual = input
+                residual = self._residual(input)
         first, last, _ = slice(start_at_layer, stop_at_layer).indices(self.cfg.n_layers)
         if residual is not None and stop_at_layer is not None and last <= first:
             return residual
@@ -241,7 +259,10 @@ class HookedTransformer(TokenMethods, CircuitMethods, HookedRootModule):
             return shown.show_stream(logits)
         if return_type is None:
             return None
-        return self._returned(shown.show_logits(logits), return_type, tokens, attention_mask, loss_per_token)
+        logits = shown.show_logits(logits)
+        if self._softcap != self.engine.facts.logit_softcap and self._softcap is not None:
+            logits = self._softcap * torch.tanh(logits / self._softcap)
+        return self._returned(logits, return_type, tokens, attention_mask, loss_per_token)
 
     def _returned(self, logits: Tensor, return_type: str, tokens: Tensor | None, mask: Tensor | None, per_token: bool) -> Any:
         if return_type == "logits":
@@ -257,12 +278,30 @@ class HookedTransformer(TokenMethods, CircuitMethods, HookedRootModule):
         """Ids `[batch, pos]` on the model's device."""
         if isinstance(input, (str, list)):
             require(self.tokenizer is not None, "Must provide a tokenizer if passing a string to the model")
+            require(len(input) > 0 or isinstance(input, str), "the input is an empty list")
             input = self.to_tokens(input)
+        require(isinstance(input, Tensor), f"the input is text, texts or a tensor of token ids, not {type(input).__name__}")
         tokens = input[None] if input.dim() == 1 else input
         check_token_ids(tokens, self.cfg.d_vocab)
-        if self.cfg.n_ctx < tokens.shape[-1]:
-            raise BadInput(f"the prompt has {tokens.shape[-1]} positions, but {self.cfg.model_name} has n_ctx = {self.cfg.n_ctx}")
+        if tokens.dim() != 2 or tokens.numel() == 0:
+            raise BadInput(f"token ids are [pos] or [batch, pos], with at least one of each; got {list(input.shape)}")
+        self._check_length(tokens.shape[1], "the prompt")
         return tokens.to(self.cfg.device)
+
+    def _check_length(self, positions: int, what: str) -> None:
+        if positions > self.cfg.n_ctx:
+            raise BadInput(f"{what} has {positions} positions, but {self.cfg.model_name} has n_ctx = {self.cfg.n_ctx}")
+
+    def _residual(self, input: Any) -> Tensor:
+        """What enters the layer `start_at_layer`."""
+        require(isinstance(input, Tensor), "with start_at_layer the input is a residual, a tensor")
+        due = (self.cfg.d_model, self.cfg.dtype)
+        if input.dim() != 3 or (input.shape[-1], input.dtype) != due:
+            raise BadInput(
+                f"with start_at_layer the input is a residual [batch, pos, {due[0]}] {due[1]}, not {list(input.shape)} {input.dtype}"
+            )
+        self._check_length(input.shape[1], "the residual")
+        return input.to(self.cfg.device)
 
     def _mask(self, tokens: Tensor, mask: Tensor | None, past: HookedTransformerKeyValueCache | None) -> Tensor | None:
         """The attention mask `[batch, past + pos]`, or None where nothing is padding. Right padding needs none."""
@@ -288,19 +327,40 @@ class HookedTransformer(TokenMethods, CircuitMethods, HookedRootModule):
         alone: nn.Module | None = None,
     ) -> tuple[Tensor | None, Pass]:
         """One engine forward with every live place tapped; the raw result, and the views to show it with."""
-        self.weights_shown.carry_edits()
-        shown = self.processed.new_pass()
-        if start is not None:
-            start = (start[0], shown.enter_stream(start[1]))
-        taps = [*taps, *live_taps(self, shown, alone=alone, mask=batch.mask, cached=past_kv_cache is not None)]
-        options = dict(start=start, stop=stop, grad=torch.is_grad_enabled(), unembed=unembed)
-        if past_kv_cache is None:
-            return self.engine.run(batch, taps, **options), shown
-        cache, reads = _extended(past_kv_cache, self.engine, shown)
-        result = self.engine.run(batch, taps + reads, cache=cache, **options)
-        if not past_kv_cache.frozen:
+        self._check_cfg()
+        with self.weights_shown.forward():
+            shown = self.processed.new_pass()
+            if start is not None:
+                start = (start[0], shown.enter_stream(start[1]))
+            silent = () if unembed else SILENT_WITHOUT_LOGITS
+            live = live_taps(self, shown, leave_out=silent, alone=alone, mask=batch.mask, cached=past_kv_cache is not None)
+            taps = [*taps, *live]
+            uncapped: list[Tensor] = []
+            if self._softcap != self.engine.facts.logit_softcap:
+                taps.append(Tap(Address("lm_head"), uncapped.append, reads=True))
+            cache = None
+            if past_kv_cache is not None:
+                cache, reads = _extended(past_kv_cache, self.processed, shown)
+                taps += reads
+            grad = torch.is_grad_enabled()
+            result = self.engine.run(batch, taps, start=start, stop=stop, cache=cache, grad=grad, unembed=unembed)
+        if cache is not None and not past_kv_cache.frozen:
             past_kv_cache.wrote(cache)
-        return result, shown
+        return (uncapped[0] if uncapped else result), shown
+
+    def _check_cfg(self) -> None:
+        """Refuses an edit of cfg that TransformerLens would compute with."""
+        changed = [name for name, value in self._computes.items() if getattr(self.cfg, name) != value]
+        if self.cfg.ungroup_grouped_query_attention:
+            self.set_ungroup_grouped_query_attention(True)
+        if changed:
+            raise Refused(f"cfg.{changed[0]} was changed after loading, but the model computes as its checkpoint says")
+
+    @property
+    def _softcap(self) -> float | None:
+        """What `cfg` says now of a soft cap on the logits; programs turn it off for a while."""
+        cap = self.cfg.output_logits_soft_cap
+        return cap if cap > 0 else None
 
     def _run_alone(self, module: nn.Module, inputs: tuple[Tensor, ...], mask: Tensor | None) -> Tensor:
         """One block on a residual, or one attention on its normalized inputs, with the hooks inside it."""
@@ -441,8 +501,8 @@ class HookedTransformer(TokenMethods, CircuitMethods, HookedRootModule):
         padding_side: Literal["left", "right"] | None = USE_DEFAULT_VALUE,
         return_type: str | None = "input",
         verbose: bool = True,
-    ) -> Iterator[str | Tensor]:
-        """`generate`, handed out piece by piece: text or ids `[batch, pos]`, the first piece with the prompt."""
+    ) -> Iterator[Tensor]:
+        """`generate`, handed out piece by piece as ids `[batch, pos]`, also for a text; the first piece has the prompt too."""
         with LocallyOverridenDefaults(self, prepend_bos=prepend_bos, padding_side=padding_side):
             prompt = read_prompt(self, input, return_type, prepend_bos, padding_side)
             sampling = Sampling(
@@ -450,90 +510,78 @@ class HookedTransformer(TokenMethods, CircuitMethods, HookedRootModule):
                 top_k=top_k, top_p=top_p, temperature=temperature, freq_penalty=freq_penalty,
             )
             stream = Stream(prompt.tokens, max_tokens_per_yield)
-            shape = (lambda ids: self.tokenizer.decode(ids[0], skip_special_tokens=True)) if prompt.return_type == "str" else lambda ids: ids
-            for ids in tqdm(self._steps(prompt, sampling, use_past_kv_cache), total=max_new_tokens, disable=not verbose):
+            steps = self._steps(prompt, sampling, use_past_kv_cache, silent=())
+            for ids in tqdm(steps, total=max_new_tokens, disable=not verbose):
                 piece = stream.push(ids)
                 if piece is not None:
-                    yield shape(piece)
+                    yield piece
             rest = stream.rest()
             if rest is not None:
-                yield shape(rest)
+                yield rest
 
-    def _steps(self, prompt: Prompt, sampling: Sampling, use_cache: bool) -> Iterator[Tensor]:
-        """Runs the engine until the sampling is done, and hands out each step's ids `[batch]`."""
-        self.weights_shown.carry_edits()
+    def _steps(
+        self, prompt: Prompt, sampling: Sampling, use_cache: bool, silent: tuple[str, ...] = SILENT_IN_GENERATE
+    ) -> Iterator[Tensor]:
+        """Runs the engine until the sampling is done, and hands out each step's ids `[batch]`. silent: rows that do not fire."""
+        self._check_cfg()
+        if self._softcap != self.engine.facts.logit_softcap:
+            raise Refused("cfg.output_logits_soft_cap was changed; generate computes logits as the checkpoint says")
         if prompt.tokens is not None:
-            check_token_ids(prompt.tokens, self.cfg.d_vocab)
+            self._tokens(prompt.tokens)
+        start = (prompt.embeds if prompt.tokens is None else prompt.tokens).shape[1]
         mask = None if prompt.mask is None or bool(prompt.mask.all()) else prompt.mask
         batch = Batch(prompt.tokens, mask, embeds=prompt.embeds)
         latest: list[Pass] = []
 
         def taps(step: int = 0) -> list[Tap]:
+            self._check_length(start + len(sampling.chosen), "what has been generated")
             latest[:] = [self.processed.new_pass()]
-            return live_taps(self, latest[0], leave_out=SILENT_IN_GENERATE, mask=batch.mask, cached=use_cache)
+            return live_taps(self, latest[0], leave_out=silent, mask=batch.mask, cached=use_cache)
 
         def choose(logits: Tensor) -> Tensor | None:
             return None if sampling.done else sampling.next(latest[0].show_last_logits(logits))
 
         if sampling.done:
             return
-        if use_cache:
-            for ids in self.engine.generate(batch, taps, choose):
-                yield ids
-                if sampling.done:
-                    return
-        while not sampling.done:
-            if sampling.chosen:
-                if prompt.embeds is not None:
-                    batch = Batch(None, None, embeds=torch.hstack([prompt.embeds, self.embed(sampling.new_tokens)]))
-                else:
-                    batch = Batch(sampling.tokens, None if mask is None else sampling.mask)
-            yield choose(self.engine.run(batch, taps())[:, -1])
+        with self.weights_shown.forward():
+            if use_cache:
+                for ids in self.engine.generate(batch, taps, choose):
+                    yield ids
+                    if sampling.done:
+                        break
+            while not sampling.done:
+                if sampling.chosen:
+                    if prompt.embeds is not None:
+                        batch = Batch(None, None, embeds=torch.hstack([prompt.embeds, self.embed(sampling.new_tokens)]))
+                    else:
+                        batch = Batch(sampling.tokens, None if mask is None else sampling.mask)
+                yield choose(self.engine.run(batch, taps())[:, -1])
 
     # --- what the model is made of ------------------------------------------------------------------------------------
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The parameters of the Hugging Face model, which training changes."""
-        return self.engine.model.parameters(recurse)
+        """The parameters of the Hugging Face model, which training changes, and those of modules put into the tree."""
+        return (parameter for _, parameter in self.named_parameters(recurse=recurse))
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters under their Hugging Face names."""
-        return self.engine.model.named_parameters(*args, **kwargs)
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters under their Hugging Face names; those of modules put into the tree under their names there."""
+        own = self.weights_shown.lend(prefix, recurse, remove_duplicate)
+        return chain(own, super().named_parameters(prefix, recurse, remove_duplicate))
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """The processed weights under TransformerLens' names, as copies."""
-        return {name: self.weights_shown.peek(*where).clone() for name, where in self._weight_names().items()}
-
-    def load_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True, assign: bool = False) -> Any:
-        """Takes weights under TransformerLens' names; they are in force from the next forward on."""
-        names = self._weight_names()
-        missing = [name for name in names if name not in state_dict]
-        unexpected = [name for name in state_dict if name not in names and not name.endswith(_BUFFERS)]
-        if strict and (missing or unexpected):
-            raise RuntimeError(f"state dict does not fit: missing {missing[:5]}, unexpected {unexpected[:5]}")
-        for name in names.keys() & state_dict.keys():
-            self.weights_shown.set(*names[name], state_dict[name])
-        return nn.modules.module._IncompatibleKeys(missing, unexpected)
-
-    def _weight_names(self) -> dict[str, tuple[str, int | None]]:
-        """TransformerLens' parameter names -> canonical name and layer."""
-        found: dict[str, tuple[str, int | None]] = {}
-        for path, module in self.named_modules():
-            if not isinstance(module, WeightModule):
-                continue
-            attributes = {name: value for owner in reversed(type(module).__mro__) for name, value in vars(owner).items()}
-            for attribute, weight in attributes.items():
-                if isinstance(weight, Weight) and not weight.repeat:
-                    found[f"{path}.{attribute}"] = (weight.name, module.layer_index)
-            if isinstance(module, (components.LayerNorm, components.RMSNorm)):
-                kinds = {"w": "gain", "b": "bias"} if module.centres else {"w": "gain"}
-                found |= {f"{path}.{a}": (f"{module.norm_name}_{kind}", module.layer_index) for a, kind in kinds.items()}
-        return found
+    def requires_grad_(self, requires_grad: bool = True) -> HookedTransformer:
+        """Whether training changes the parameters, all of them."""
+        self.engine.model.requires_grad_(requires_grad)
+        for _, parameter in super().named_parameters():
+            parameter.requires_grad_(requires_grad)
+        return self
 
     @property
     def n_params_total(self) -> int:
         """The number of weights that TransformerLens counts: untied, and with the biases that a checkpoint leaves out."""
-        return sum(self.weights_shown.peek(*where).numel() for where in self._weight_names().values())
+        shown = [(module, name) for module in self.modules() if isinstance(module, WeightModule) for name in module.weights().values()]
+        return sum(self.weights_shown.peek(name, module.layer_index).numel() for module, name in shown)
 
     def to(self, device_or_dtype: torch.device | str | torch.dtype, print_details: bool = True) -> HookedTransformer:
         """Moves or casts the model, and `cfg` with it."""
@@ -553,9 +601,11 @@ class HookedTransformer(TokenMethods, CircuitMethods, HookedRootModule):
         self.to(self.cfg.device, print_details=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> HookedTransformer:
-        self.weights_shown.forget()
+        self.weights_shown.carry_edits()
         self.engine.model._apply(fn)
         self.engine.refresh_facts()
+        self.weights_shown.moved()
+        self.cfg.dtype = self.engine.facts.dtype
         self._addresses.clear()
         return super()._apply(fn, recurse)
 
@@ -588,15 +638,32 @@ class HookedTransformer(TokenMethods, CircuitMethods, HookedRootModule):
         self.cfg.ungroup_grouped_query_attention = ungroup_grouped_query_attention
 
 
-_BUFFERS = ("attn.mask", "attn.IGNORE", "attn.rotary_sin", "attn.rotary_cos")
+def _dtype(dtype: str | torch.dtype) -> torch.dtype:
+    if isinstance(dtype, str) and dtype not in DTYPES:
+        raise UnknownName(dtype, DTYPES, what="dtype", hint=f"One of {', '.join(DTYPES)}, or a torch.dtype.")
+    return DTYPES[dtype] if isinstance(dtype, str) else dtype
 
 
-def _extended(past: HookedTransformerKeyValueCache, engine: Engine, shown: Pass) -> tuple[Any, list[Tap]]:
+def _check_hf_model(hf_model: Any, dtype: torch.dtype, first_n_layers: int | None) -> None:
+    """A module is taken as it is, so options that ask for another one are refused. float32 is everybody's default."""
+    require(hasattr(hf_model, "config"), f"hf_model must be a model of transformers, not {type(hf_model).__name__}")
+    if dtype not in (torch.float32, hf_model.dtype):
+        raise BadInput(f"dtype is {dtype}, but hf_model, which is taken as it is, has {hf_model.dtype}; cast it with hf_model.to(...)")
+    if first_n_layers is not None:
+        raise BadInput("hf_model is taken as it is, with all its layers; load it with num_hidden_layers= instead of first_n_layers=")
+
+
+def _extended(past: HookedTransformerKeyValueCache, processed: Processed, shown: Pass) -> tuple[Any, list[Tap]]:
     """The engine's cache that a run continues (a copy if frozen), and the taps that keep the entries in step with it."""
     reason = past.disagreement()
     if reason is not None:
         raise Refused(f"past_kv_cache cannot be continued: {reason}")
-    cache = engine.new_cache() if past.engine_cache is None else past.engine_cache
+    engine, cache = processed.engine, past.engine_cache
+    if cache is None:
+        cache = engine.new_cache()
+        cache.processing = processed.processing
+    if cache.processing != processed.processing:
+        raise Refused("past_kv_cache holds values from before the first edit of a weight; fill a new one")
     cache = copy.deepcopy(cache) if past.frozen else cache
     keys = "k_norm_out" if engine.facts.qk_norm else "k"  # TransformerLens keeps keys after QK-norm, before rotary
     new_keys: dict[int, Tensor] = {}

@@ -6,6 +6,7 @@ with the processed weights, and a block or its attention asks the engine to run 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,10 +16,13 @@ from transformers.activations import ACT2FN
 
 from compat.tlens.FactoredMatrix import FactoredMatrix
 from compat.tlens.hook_points import HookPoint
-from compat.tlens.parameters import ModelParameters, Weight, WeightModule
+from compat.tlens.parameters import ModelParameters, NoParametersApart, Weight, WeightModule
 from compat.tlens.utils import get_offset_position_ids
 from engine.errors import Refused
 from engine.seam import Facts
+
+
+NO_CACHE = "call the model without past_kv_cache, or generate with use_past_kv_cache=False"
 
 
 class Embed(WeightModule):
@@ -52,9 +56,13 @@ class Norm(WeightModule):
 
     def __init__(self, parameters_of_model: ModelParameters, cfg: Any, norm_name: str, layer_index: int | None) -> None:
         super().__init__(parameters_of_model, cfg, layer_index)
-        self.norm_name, self.eps = norm_name, cfg.eps
+        self.norm_name = norm_name
         self.hook_scale = HookPoint()  # [batch, pos, 1]
         self.hook_normalized = HookPoint()  # [batch, pos, width]
+
+    @property
+    def eps(self) -> float:
+        return self.cfg.eps
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.float() if self.cfg.dtype not in (torch.float32, torch.float64) else x
@@ -69,18 +77,17 @@ class Norm(WeightModule):
 class _WithGain(Norm):
     """A norm whose gain was not folded into the weights that read from it."""
 
-    @property
-    def w(self) -> Tensor:
-        return self.parameters_of_model.get(f"{self.norm_name}_gain", self.layer_index)
+    def weights(self) -> dict[str, str]:
+        return {"w": f"{self.norm_name}_gain"} | ({"b": f"{self.norm_name}_bias"} if self.centres else {})
 
-    @property
-    def b(self) -> Tensor:
-        return self.parameters_of_model.get(f"{self.norm_name}_bias", self.layer_index)
+    def __getattr__(self, name: str) -> Any:
+        if name in ("w", "b") and name in self.weights():
+            return self.parameters_of_model.get(self.weights()[name], self.layer_index)
+        return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("w", "b"):
-            kind = {"w": "gain", "b": "bias"}[name]
-            self.parameters_of_model.set(f"{self.norm_name}_{kind}", self.layer_index, value)
+        if name in ("w", "b") and name in self.weights():
+            self.parameters_of_model.set(self.weights()[name], self.layer_index, torch.as_tensor(value))
         else:
             super().__setattr__(name, value)
 
@@ -115,12 +122,12 @@ class AbstractAttention(WeightModule):
 
     W_Q, b_Q = Weight("q"), Weight("q_bias")
     W_O, b_O = Weight("o"), Weight("o_bias")
+    buffers_elsewhere = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
 
     def __init__(self, parameters_of_model: ModelParameters, cfg: Any, facts: Facts, layer: int) -> None:
         super().__init__(parameters_of_model, cfg, layer)
         self.layer_id = layer
-        self.attn_type = "global" if facts.sliding_windows[layer] is None else "local"
-        self.attn_scale = facts.attn_scale
+        self._attn_scale, self._window = facts.attn_scale, facts.sliding_windows[layer]
         if cfg.use_qk_norm:
             self.q_norm = RMSNorm(parameters_of_model, cfg, "q_norm", layer)
             self.k_norm = RMSNorm(parameters_of_model, cfg, "k_norm", layer)
@@ -134,6 +141,25 @@ class AbstractAttention(WeightModule):
         if facts.positions == "rotary":
             self.hook_rot_k = HookPoint()  # [batch, key_pos, n_key_value_heads, d_head]
             self.hook_rot_q = HookPoint()  # [batch, query_pos, n_heads, d_head]
+
+    @property
+    def attn_scale(self) -> float:
+        """What q.k is divided by."""
+        return self._attn_scale
+
+    @property
+    def attn_type(self) -> str:
+        return "global" if self._window is None else "local"
+
+    @property
+    def mask(self) -> Tensor:
+        """Empty, as in TransformerLens 3.9: what may be attended to is decided in the forward."""
+        return torch.empty(0, 0, dtype=torch.bool, device=self.cfg.device)
+
+    @mask.setter
+    def mask(self, value: Tensor) -> None:
+        if value.numel():
+            raise Refused("an attention mask cannot be set; edit hook_attn_scores or hook_pattern instead")
 
     @property
     def OV(self) -> FactoredMatrix:
@@ -157,7 +183,7 @@ class AbstractAttention(WeightModule):
     ) -> Tensor:
         """The layer's attention on normalized inputs `[batch, pos, d_model]`, as the model's own forward computes it."""
         if not (past_kv_cache_entry is additive_attention_mask is position_bias is None):
-            raise Refused("attention called on its own takes no cache entry, additive mask or position bias; call the model")
+            raise Refused(f"attention called on its own takes no cache entry, additive mask or position bias; {NO_CACHE}")
         return self.run_alone(self, (query_input, key_input, value_input), attention_mask)
 
 
@@ -183,11 +209,16 @@ class MLP(WeightModule):
 
     def __init__(self, parameters_of_model: ModelParameters, cfg: Any, facts: Facts, layer: int) -> None:
         super().__init__(parameters_of_model, cfg, layer)
-        self.act_fn = ACT2FN[facts.act_fn]
+        self._act_fn = facts.act_fn
         self.hook_pre = HookPoint()  # [batch, pos, d_mlp]
         if facts.gated_mlp:
             self.hook_pre_linear = HookPoint()  # [batch, pos, d_mlp]
         self.hook_post = HookPoint()  # [batch, pos, d_mlp]
+
+    @property
+    def act_fn(self) -> Callable[[Tensor], Tensor]:
+        """The activation. To run with another one, replace this module by one that computes with it."""
+        return ACT2FN[self._act_fn]
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
         peek = self.parameters_of_model.peek
@@ -207,12 +238,13 @@ class GatedMLP(MLP):
         return self._linear(self.hook_post(gate * self.hook_pre_linear(self._linear(x, "mlp_in"))), "mlp_out")
 
 
-class TransformerBlock(nn.Module):
+class TransformerBlock(NoParametersApart, nn.Module):
     """One block: attention, MLP, and the points on the stream around them."""
 
     def __init__(self, parameters_of_model: ModelParameters, cfg: Any, facts: Facts, layer: int) -> None:
         super().__init__()
         self.cfg, self.layer_index = cfg, layer
+        object.__setattr__(self, "parameters_of_model", parameters_of_model)
         norm = NORMS[cfg.normalization_type]
         post_norm = NORMS[cfg.normalization_type.removesuffix("Pre")]  # a norm after a sublayer folds into nothing
         self.ln1 = norm(parameters_of_model, cfg, "attn_norm", layer)
@@ -245,7 +277,7 @@ class TransformerBlock(nn.Module):
     ) -> Tensor:
         """This block alone on a residual `[batch, pos, d_model]`, hooks included."""
         if past_kv_cache_entry is not None or shortformer_pos_embed is not None:
-            raise Refused("a block called on its own takes no cache entry and no position embedding; call the model")
+            raise Refused(f"a block called on its own takes no cache entry and no position embedding; {NO_CACHE}")
         return self.run_alone(self, (resid_pre,), attention_mask)
 
 

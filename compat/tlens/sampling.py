@@ -76,6 +76,7 @@ def read_prompt(
     if tokenizer is not None:
         side = "left" if several else tokenizer.padding_side
         mask = get_attention_mask(tokenizer, tokens, model.cfg.default_prepend_bos, padding_side=side)
+        mask[mask.sum(-1) == 0] = 1  # not padding, but a prompt of BOS alone where the two are one token
     if return_type == "input":
         return_type = "str" if texts else "tokens"
     return Prompt(tokens, None, mask, return_type)
