@@ -9,10 +9,6 @@ from engine.points import Address
 from engine.seam import Facts
 
 
-def _projects(layer: Layer) -> bool:
-    return "qkv" in layer.parts or {"q", "k", "v"} <= layer.parts.keys()
-
-
 def _has_mlp(layer: Layer) -> bool:
     return layer.module("mlp_end") is not None
 
@@ -34,7 +30,7 @@ Need = tuple[tuple[str, ...], Callable[[Layer], bool], Callable[[Layer], str]]
 _NEEDS: tuple[Need, ...] = (
     (
         ("attn_stream_in", "q_input", "k_input", "v_input", "q", "k", "value"),
-        _projects,
+        lambda layer: layer.projects,
         _projections_missing,
     ),
     (("attn_gate",), lambda layer: layer.gated_q, lambda layer: "the family puts no gate on attention's output"),

@@ -98,7 +98,11 @@ _BRANCH_POINTS = ("attn_stream_in", "q_input", "k_input", "v_input", "attn_norm_
 
 def _attn_in(run: Run, state: State, x: Tensor) -> Tensor:
     if any(run.tapped(point, state) for point in _BRANCH_POINTS):
-        _attention_branches(run, state, x.dtype)
+        if state.layer.projects:
+            _attention_branches(run, state, x.dtype)
+        else:  # nothing apart reads the norm's output, so it is seen once and edited whole
+            new, edited = _through_norm(run, state, "attn_norm", state.norm("attn_norm"), state.stream, False, x.dtype)
+            x = new if edited else x
     return run.fire("attn_in", state, x)
 
 

@@ -63,6 +63,11 @@ class Layer:
     heads_first: bool = False  # q_norm and k_norm see [b, heads, p, dh], not [b, p, heads, dh] or [b, p, heads * dh]
     gated_q: bool = False  # the query projection puts out an output gate beside each head's query
 
+    @property
+    def projects(self) -> bool:
+        """Whether queries, keys and values by head come from projections of what attention receives."""
+        return "qkv" in self.parts or {"q", "k", "v"} <= self.parts.keys()
+
     def module(self, role: str) -> nn.Module | None:
         """The module that plays `role`: a container, where a sublayer starts or ends, a norm or a projection."""
         parts = self.parts
