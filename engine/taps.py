@@ -20,7 +20,7 @@ from engine.points import Address
 class Tap:
     """A function on an address.
 
-    `reads` promises that it neither edits in place nor returns anything, nor asks for the gradient of what it was handed.
+    `reads` promises that it neither edits in place nor returns anything, nor asks for the gradient of what it is handed.
     """
 
     address: Address

@@ -10,7 +10,7 @@ import copy
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -87,7 +87,7 @@ class HookedTransformer(TokenMethods, CircuitMethods, HookedRootModule):
         self.engine: Engine
         self.engine, processing = loaded
         self.processed = Processed(self.engine, processing)
-        self.weights_shown = ModelParameters(self.processed)
+        self.weights_shown = ModelParameters(self.processed, self._parameters)
         self.folded = processing.fold_norm
         self._computes = {name: getattr(self.cfg, name) for name in COMPUTES}
         self.tokenizer, self.dataset = None, None
@@ -559,23 +559,43 @@ class HookedTransformer(TokenMethods, CircuitMethods, HookedRootModule):
 
     # --- what the model is made of ------------------------------------------------------------------------------------
 
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The parameters of the Hugging Face model, which training changes, and those of modules put into the tree."""
-        return (parameter for _, parameter in self.named_parameters(recurse=recurse))
+    # The Hugging Face model's parameters are this module's own too, under their names there (which have dots), so that an
+    # optimizer, `requires_grad_` or a module that holds this one finds them. State dicts have the processed weights instead.
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters under their Hugging Face names; those of modules put into the tree under their names there."""
-        own = self.weights_shown.lend(prefix, recurse, remove_duplicate)
-        return chain(own, super().named_parameters(prefix, recurse, remove_duplicate))
+        """Parameters under their Hugging Face names, and those of modules put into the tree under their names there."""
+        self.weights_shown.lend()
+        return super().named_parameters(prefix, recurse, remove_duplicate)
 
-    def requires_grad_(self, requires_grad: bool = True) -> HookedTransformer:
-        """Whether training changes the parameters, all of them."""
-        self.engine.model.requires_grad_(requires_grad)
-        for _, parameter in super().named_parameters():
-            parameter.requires_grad_(requires_grad)
-        return self
+    @contextmanager
+    def _without_raw_parameters(self) -> Iterator[None]:
+        whole = self._parameters
+        self._parameters = {name: parameter for name, parameter in whole.items() if "." not in name}
+        try:
+            yield
+        finally:
+            whole.update(self._parameters)
+            self._parameters = whole
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        with self._without_raw_parameters():
+            super()._save_to_state_dict(*args)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        with self._without_raw_parameters():
+            super()._load_from_state_dict(*args)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> HookedTransformer:
+        self.weights_shown.carry_edits()
+        self.engine.model._apply(fn)
+        self.engine.refresh_facts()
+        self.weights_shown.moved()
+        self.cfg.dtype = self.engine.facts.dtype
+        self._addresses.clear()
+        with self._without_raw_parameters():
+            return super()._apply(fn, recurse)
 
     @property
     def n_params_total(self) -> int:
@@ -599,15 +619,6 @@ class HookedTransformer(TokenMethods, CircuitMethods, HookedRootModule):
     def move_model_modules_to_device(self) -> None:
         """Moves the model to `cfg.device`."""
         self.to(self.cfg.device, print_details=False)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> HookedTransformer:
-        self.weights_shown.carry_edits()
-        self.engine.model._apply(fn)
-        self.engine.refresh_facts()
-        self.weights_shown.moved()
-        self.cfg.dtype = self.engine.facts.dtype
-        self._addresses.clear()
-        return super()._apply(fn, recurse)
 
     # --- switches -----------------------------------------------------------------------------------------------------
 

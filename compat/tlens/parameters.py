@@ -54,10 +54,15 @@ class _HandedOut:
 class ModelParameters:
     """Hands out processed weights by canonical name and layer, and carries edits of them into the model."""
 
-    def __init__(self, processed: Processed) -> None:
+    def __init__(self, processed: Processed, listed_in: dict[str, nn.Parameter]) -> None:
+        """listed_in: where the raw parameters are kept listed under their Hugging Face names, which have dots."""
         self.processed = processed
+        self.raw: dict[str, nn.Parameter] = {}
+        self._listed_in = listed_in
+        self.lent = False  # whether somebody asked for the raw parameters, and may change them through `.data`
         self._out: dict[tuple[str, int | None], _HandedOut] = {}
-        self._lent: tuple | None = None  # the raw parameters as last seen, if somebody else holds them too
+        self._find_raw()
+        self._seen = self._stamp()
         self._forwards = 0  # under way
         self._taken: set[tuple[str, int | None]] = set()  # what was handed out meanwhile
 
@@ -119,23 +124,22 @@ class ModelParameters:
             return
         if self._forwards:
             self._refuse_edits(edited)
-        before = self._stamp()
+        before = set(map(id, self.raw.values()))
         try:
             self._refuse_gated_bias(edited)
-            with torch.inference_mode(False):  # new parameters may come into being, also at a `generate`
-                self.processed.write({key: out.tensor for key, out in edited.items()})
+            self.processed.write({key: out.tensor for key, out in edited.items()})
         except Refused:
             self._compute_again()
             raise
         for key, out in self._out.items():
             out.sum, out.trace = checksum(out.tensor), self._trace(key)
-        if self._lent is not None:
-            self._lent = self._stamp()
-            if [stamp[0] for stamp in before] != [stamp[0] for stamp in self._lent]:
-                logging.warning(
-                    "the first edit of a weight gave the model new parameters; an optimizer made before it does not know "
-                    "them, so make it from model.parameters() again"
-                )
+        self._find_raw()
+        self._seen = self._stamp()
+        if self.lent and not before.issuperset(map(id, self.raw.values())):
+            logging.warning(
+                "the first edit of a weight gave the model new parameters; an optimizer made before it does not know "
+                "them, so make it from model.parameters() again"
+            )
 
     def _refuse_gated_bias(self, edited: dict[tuple[str, int | None], _HandedOut]) -> None:
         for key, out in edited.items():
@@ -145,32 +149,37 @@ class ModelParameters:
 
     def moved(self) -> None:
         """Brings what was handed out to the model's device and dtype; call `carry_edits` before the model moves."""
+        self._find_raw()
         self._compute_again()
-        if self._lent is not None:
-            self._lent = self._stamp()
 
     def _compute_again(self) -> None:
         """Gives what was handed out the numbers that the model has."""
         self.processed.forget()
+        self._seen = self._stamp()
         for key, out in self._out.items():
             out.tensor.data = self._compute_copy(key)
             out.sum, out.trace = checksum(out.tensor), self._trace(key)
 
-    def lend(self, *options: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The raw parameters by name, for others to change; options as of torch's `named_parameters`."""
-        if self._lent is None:
-            self._lent = self._stamp()
+    def lend(self) -> None:
+        """From now on expect that raw parameters are changed through `.data`, which leaves no other trace."""
+        if not self.lent:
+            self.lent = True
             for key, out in self._out.items():
                 out.trace = self._trace(key)
-        return self.processed.engine.model.named_parameters(*options)
+
+    def _find_raw(self) -> None:
+        for name in self.raw:
+            del self._listed_in[name]
+        self.raw = dict(self.processed.engine.model.named_parameters())
+        self._listed_in.update(self.raw)
 
     def _stamp(self) -> tuple[tuple[int, int, int], ...]:
         """What changes with a raw parameter: who it is, its version, where its data lies."""
-        return tuple((id(p), p._version, p.data_ptr()) for p in self.processed.engine.model.parameters())
+        return tuple((id(p), p._version, p.data_ptr()) for p in self.raw.values())
 
     def _trace(self, key: tuple[str, int | None]) -> int:
-        """A sum over the bits of a raw weight, which an edit through `.data` changes; 0 while nobody else holds the weights."""
-        if self._lent is None:
+        """A sum over the bits of a raw weight, which an edit through `.data` changes; 0 while nobody asked for the weights."""
+        if not self.lent:
             return 0
         raw = self.processed.engine.weights(*key).detach()
         return int(raw.view(_BITS[raw.element_size()]).sum(dtype=torch.int64))
@@ -184,18 +193,17 @@ class ModelParameters:
 
     def _follow_raw(self, thorough: bool = False) -> None:
         """Computes what was handed out again if a raw parameter has changed. Raises `BadInput` if both were edited."""
-        if self._lent is None:
+        thorough = thorough and self.lent
+        if thorough:
+            self._find_raw()
+        if self._stamp() == self._seen and not (thorough and any(self._trace(key) != out.trace for key, out in self._out.items())):
             return
-        stamp = self._stamp()
-        if stamp == self._lent and not (thorough and any(self._trace(key) != out.trace for key, out in self._out.items())):
-            return
-        self._lent = stamp
-        lost = [key for key, out in self._out.items() if out.edited]
+        lost = [name for (name, _), out in self._out.items() if out.edited]
         self._compute_again()
         if lost:
             raise BadInput(
-                f"{', '.join(name for name, _ in lost)} and the parameters underneath were both changed since the last "
-                "forward, so the edit was dropped: take the weight from the model after an optimizer's step, then edit it"
+                f"{', '.join(lost)} and the parameters underneath were both changed since the last forward, so the edit "
+                "was dropped: take the weight from the model after an optimizer's step, then edit it"
             )
 
 

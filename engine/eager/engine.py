@@ -18,7 +18,7 @@ from engine.eager.resolve import Tree, learn_head_axis, resolve
 from engine.eager.run import BEFORE_LAYERS, Run, current_run
 from engine.eager.selfcheck import self_check
 from engine.eager.weights import EagerWeights, untie
-from engine.errors import BadInput, CompatError, LoadFailed, Refused
+from engine.errors import BadInput, CompatError, Refused
 from engine.points import Address
 from engine.seam import Batch, Facts, Mode
 from engine.taps import Tap, Taps
@@ -45,14 +45,7 @@ class EagerEngine:
         self.weights = EagerWeights(self._current_tree, self._prepare_writing)
         self._adopt(model)
         self._proving = True
-        try:
-            self._unproved = self_check(self)
-        except CompatError:
-            raise
-        except Exception as error:
-            raise LoadFailed(
-                f"{self.facts.architecture} was resolved, but its first forward with taps failed: {type(error).__name__}: {error}"
-            ) from error
+        self._unproved = self_check(self)
         self._proving = False
 
     def _adopt(self, model: nn.Module) -> None:
@@ -112,7 +105,8 @@ class EagerEngine:
             elif not unembed:
                 run.on_input(self.tree.lm_head, _end)
             run.arm_all(None if start is None else first)
-            inputs = self._inputs(batch if start is not None else _entering(run, batch, self.facts.device), cache, start)
+            batch = batch if start is not None else _entering(run, batch, self.facts.device)
+            inputs = self._inputs(batch, cache, start)
             if cache is not None:
                 _check_cache(cache, first, last)
             if last_only:
@@ -208,7 +202,7 @@ class EagerEngine:
 
 
 def _entering(run: Run, batch: Batch, device: torch.device) -> Batch:
-    """The batch that the model is called on: taps on what comes in see it first, and never edit the caller's own tensor."""
+    """The batch that the model is called on: taps on what comes in see it, and never edit the caller's own tensor."""
     name, point = ("tokens", "tokens") if batch.embeds is None else ("embeds", "embeddings")
     return replace(batch, **{name: run.fire_copy(point, run.outside, getattr(batch, name).to(device))[0]})
 
@@ -218,15 +212,18 @@ def _check_cache(cache: Any, first: int, last: int) -> None:
     past = cache.get_seq_length()
     held = [layer.get_seq_length() for layer in cache.layers[first:last]]
     if set(held + [0] * (last - first - len(held))) - {past}:
-        raise BadInput(f"the cache holds {past} positions in layer 0, but {held} in layers {first} to {last - 1}: an earlier "
-                       "run with start or stop left it incomplete")
+        raise BadInput(
+            f"the cache holds {past} positions in layer 0, but {held} in layers {first} to {last - 1}: an earlier run with "
+            "start or stop left it incomplete"
+        )
 
 
 def _check_form(batch: Batch) -> None:
-    given, form, n = (batch.tokens, "tokens [batch, pos]", 2) if batch.embeds is None else (batch.embeds, "embeds [batch, pos, d_model]", 3)
-    if given is None or given.dim() != n or given.is_floating_point() != (n == 3):
-        got = "none" if given is None else f"{list(given.shape)} {given.dtype}"
-        raise BadInput(f"a batch has {form} ({'whole numbers' if n == 2 else 'floats'}); got {got}")
+    due, given = "tokens [batch, pos] (whole numbers)", batch.tokens
+    if batch.embeds is not None:
+        due, given = "embeds [batch, pos, d_model] (floats)", batch.embeds
+    if given is None or given.dim() != due.count(",") + 1 or given.is_floating_point() != (given is batch.embeds):
+        raise BadInput(f"a batch has {due}; got {'none' if given is None else f'{list(given.shape)} {given.dtype}'}")
 
 
 def _check_ids(tokens: Tensor, d_vocab: int) -> None:

@@ -37,19 +37,24 @@ _SHARED = ("revision", "cache_dir", "token", "trust_remote_code", "local_files_o
 def load_tokenizer(name: str, **options: Any) -> Any:
     """The checkpoint's tokenizer, or None for a folder that has none."""
     try:
-        return AutoTokenizer.from_pretrained(name, **options)
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
     except (OSError, ValueError):
         return None
+    return tokenizer if tokenizer.vocab_size else None  # where the files are missing, an empty one is made up
 
 
 def _read(name: str, auto: Any, **options: Any) -> Any:
     try:
-        return auto.from_pretrained(name, **options)
+        model, found = auto.from_pretrained(name, output_loading_info=True, **options)
     except Exception as error:
         raise LoadFailed(
             f"could not load {name!r}: {_cause(error)}. It may be a local folder with config.json and weights, or a hub id; "
             "without a network, point at a folder, or set HF_HOME to a cache that holds the model and HF_HUB_OFFLINE=1"
         ) from error
+    missing = sorted(found["missing_keys"])
+    if missing:  # they were filled with random numbers, which a log alone would tell
+        raise LoadFailed(f"{name!r} lacks {len(missing)} weights of a {type(model).__name__}, the first {missing[0]}")
+    return model
 
 
 def _cause(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""The gradient of the very tensor that a tap was handed, against autograd through the textbook and finite differences."""
+"""The gradient of the tensor that a tap was handed, against autograd through the textbook and finite differences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from tests.engine.textbook import Textbook
 TOLERANCE = 1e-4  # float32, of a gradient's largest magnitude
 NORM_PARTS = ("attn_norm_scale", "attn_norm_normalized")
 # What q, k and v read is handed out either as one tensor for all three or as three: one group is asked for at a time.
-GROUPS = {"the stream": (), "the norm of each branch": NORM_PARTS, "the input of each branch": (*tiny.BRANCHES, *NORM_PARTS)}
+GROUPS = {
+    "the stream": (),
+    "the norm of each branch": NORM_PARTS,
+    "the input of each branch": (*tiny.BRANCHES, *NORM_PARTS),
+}
 
 
 def differentiable(engine: EagerEngine, group: tuple[str, ...]) -> list[Address]:
@@ -41,7 +45,9 @@ def engine_gradients(engine: EagerEngine, batch: Batch, at: list[Address]) -> di
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("group", GROUPS)
-def test_the_gradient_at_every_point_is_the_textbooks(engine: EagerEngine, book: Textbook, group: str, padded: bool) -> None:
+def test_the_gradient_at_every_point_is_the_textbooks(
+    engine: EagerEngine, book: Textbook, group: str, padded: bool
+) -> None:
     d_vocab = engine.facts.d_vocab
     batch = tiny.left_padded(d_vocab) if padded else Batch(tiny.prompts(d_vocab))
     at = differentiable(engine, GROUPS[group])
@@ -98,7 +104,9 @@ def test_a_gradient_flows_through_what_a_tap_put_in(engine: EagerEngine, book: T
     assert {address: error for address, error in off.items() if error > 1e-3} == {}
 
 
-def test_without_grad_nothing_is_recorded_and_with_it_parameters_get_theirs(engine: EagerEngine, reference: torch.nn.Module) -> None:
+def test_without_grad_nothing_is_recorded_and_with_it_parameters_get_theirs(
+    engine: EagerEngine, reference: torch.nn.Module
+) -> None:
     batch = Batch(tiny.prompts(engine.facts.d_vocab))
     assert not engine.run(batch, ()).requires_grad
     try:
@@ -118,5 +126,7 @@ def test_given_embeddings_that_are_a_leaf_get_their_gradient_and_may_be_edited_i
     def halve(x: Tensor) -> None:
         x.mul_(0.5)
 
-    weighted_sum(engine.run(Batch(None, embeds=embeds), [Tap(Address("embeddings"), halve)], grad=True), None).backward()
+    weighted_sum(
+        engine.run(Batch(None, embeds=embeds), [Tap(Address("embeddings"), halve)], grad=True), None
+    ).backward()
     assert embeds.grad is not None and embeds.grad.abs().sum() > 0 and torch.equal(embeds.detach(), kept)

@@ -162,7 +162,7 @@ def hooked_layers(engine: EagerEngine) -> set[int]:
 
 
 def test_two_threads_run_one_engine_side_by_side(engine: EagerEngine) -> None:
-    """Each thread's taps see that thread's values: one runs whole forwards, the other pieces that pass two layers by."""
+    """Each thread's taps see that thread's values: one runs whole forwards, the other pieces that pass by two layers"""
     plain, resid = engine.run(BATCH, ()), engine.run(BATCH, (), stop=2)
     wrong: list[str] = []
 

@@ -16,7 +16,7 @@ from engine.seam import Batch
 from engine.taps import Tap, Taps
 from tests.engine import tiny
 
-# Several calls at one address (the norm of q, k and v) make "ahead" depend on which call it is; they have a test of their own.
+# Several calls at one address (the norm of q, k and v) make "ahead" depend on which call it is.
 THRICE = ("attn_norm_scale", "attn_norm_normalized")
 
 
@@ -47,16 +47,26 @@ def run_adding(engine: EagerEngine, batch: Batch, at: Address, address: Address,
 
 
 def test_a_tap_added_at_any_point_fires_at_every_point_ahead(engine: EagerEngine) -> None:
-    """From each point of one layer to each later one there and to a few beyond; modules that are running already included."""
+    """From each point of one layer to each later one there and a few beyond; modules that are running included."""
     batch = Batch(tiny.prompts(engine.facts.d_vocab, n=1, length=3))
     order = in_order(engine, batch)
     layer = [a for a in order if a.layer == 1]
-    beyond = [a for a in order if a in (Address("q_rot", 2), Address("resid_post", 2), Address("final_norm"), Address("logits"))]
+    beyond = [
+        a
+        for a in order
+        if a in (Address("q_rot", 2), Address("resid_post", 2), Address("final_norm"), Address("logits"))
+    ]
     lost = []
     for i, at in enumerate(layer):
         taps, seen = Taps(), []
         ahead = layer[i + 1 :] + beyond
-        taps.add(Tap(at, lambda x: [taps.add(Tap(a, lambda y, a=a: seen.append(a), reads=True)) for a in ahead] and None, reads=True))
+        taps.add(
+            Tap(
+                at,
+                lambda x: [taps.add(Tap(a, lambda y, a=a: seen.append(a), reads=True)) for a in ahead] and None,
+                reads=True,
+            )
+        )
         engine.run(batch, taps)
         lost += [f"{a} added at {at}" for a in ahead if a not in seen]
     assert lost == []
@@ -83,7 +93,12 @@ def test_an_edit_that_is_added_late_counts_as_one_that_was_there_before(engine: 
 
 def test_an_edit_of_one_branch_that_is_added_late_counts(engine: EagerEngine) -> None:
     batch = Batch(tiny.prompts(engine.facts.d_vocab, n=1, length=5))
-    for at, address in (("q_input", "k_input"), ("q_input", "v_input"), ("resid_pre", "q_input"), ("resid_pre", "mlp_stream_in")):
+    for at, address in (
+        ("q_input", "k_input"),
+        ("q_input", "v_input"),
+        ("resid_pre", "q_input"),
+        ("resid_pre", "mlp_stream_in"),
+    ):
         at, address = Address(at, 1), Address(address, 1)
         expected = engine.run(batch, [Tap(address, lambda x: x * torch.linspace(1, 2, x.shape[-1]))])
         got = run_adding(engine, batch, at, address, lambda x: x * torch.linspace(1, 2, x.shape[-1]), reads=False)
@@ -117,7 +132,14 @@ def test_a_tap_added_for_a_point_that_the_family_lacks_is_refused(name: str, eng
     with pytest.raises(Refused, match=f"{address} cannot be served".replace(".", r"\.")):
         run_adding(engine, Batch(torch.tensor([[1, 2, 3]])), Address("resid_pre", 0), address, lambda x: x, reads=False)
     with pytest.raises(Refused, match="layers 0 to"):
-        run_adding(engine, Batch(torch.tensor([[1, 2]])), Address("resid_pre", 0), Address("resid_pre", 77), lambda x: x, reads=False)
+        run_adding(
+            engine,
+            Batch(torch.tensor([[1, 2]])),
+            Address("resid_pre", 0),
+            Address("resid_pre", 77),
+            lambda x: x,
+            reads=False,
+        )
 
 
 def test_the_same_taps_can_serve_two_runs(engine: EagerEngine) -> None:
@@ -128,7 +150,9 @@ def test_the_same_taps_can_serve_two_runs(engine: EagerEngine) -> None:
     assert [x.shape[1] for x in seen] == [2, 3]
 
 
-@pytest.mark.parametrize("point", ["tokens", "resid_pre", "q", "attn_scores", "attn_result", "mlp_act", "lm_head", "logits"])
+@pytest.mark.parametrize(
+    "point", ["tokens", "resid_pre", "q", "attn_scores", "attn_result", "mlp_act", "lm_head", "logits"]
+)
 def test_a_run_inside_a_tap_fires_its_own_taps_only(engine: EagerEngine, point: str) -> None:
     batch, other = (Batch(tiny.prompts(engine.facts.d_vocab, n=1, length=5, seed=seed)) for seed in (0, 1))
     plain, inner_plain = engine.run(batch, ()), engine.run(other, ())

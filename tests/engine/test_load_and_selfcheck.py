@@ -68,24 +68,56 @@ def first_block_twice(tree: resolve.Tree) -> None:
 # what is wrong -> (family, the fault, the points that must then be refused, or None where the model must be)
 FAULTS: dict[str, tuple[str, Callable[[resolve.Tree], Any], set[str] | None]] = {
     "q and k swapped": (MHA, every_layer(lambda x: swap(x.parts, "q", "k")), {"q", "k", "q_input", "k_input"}),
-    "q and k swapped, sizes differ": (LLAMA, every_layer(lambda x: swap(x.parts, "q", "k")), {"q", "k", "q_input", "k_input"}),
+    "q and k swapped, sizes differ": (
+        LLAMA,
+        every_layer(lambda x: swap(x.parts, "q", "k")),
+        {"q", "k", "q_input", "k_input"},
+    ),
     "k and v swapped": (LLAMA, every_layer(lambda x: swap(x.parts, "k", "v")), {"k", "value", "k_input", "v_input"}),
     "gate and up swapped": (LLAMA, every_layer(lambda x: swap(x.parts, "gate", "up")), {"mlp_pre", "mlp_pre_linear"}),
     "up where down is": (GPT2, every_layer(lambda x: swap(x.parts, "up", "down")), {"mlp_pre", "mlp_act"}),
     "fused q, k, v split by head": (GPT2, every_layer(by_head), {"q", "k", "value", "q_input", "k_input", "v_input"}),
-    "fused q, k, v split in blocks": (PYTHIA, every_layer(in_blocks), {"q", "k", "value", "q_input", "k_input", "v_input"}),
+    "fused q, k, v split in blocks": (
+        PYTHIA,
+        every_layer(in_blocks),
+        {"q", "k", "value", "q_input", "k_input", "v_input"},
+    ),
     "the q norm and the k norm swapped": (QWEN, every_layer(lambda x: swap(x.norms, "q_norm", "k_norm")), {"q", "k"}),
     "a wrong eps": (LLAMA, every_layer(off_eps), {"attn_norm_scale", "attn_norm_normalized", "q_input", "v_input"}),
-    "an RMS norm that is thought to centre": (LLAMA, every_layer(centred), {"mlp_norm_scale", "mlp_norm_normalized", "mlp_stream_in"}),
+    "an RMS norm that is thought to centre": (
+        LLAMA,
+        every_layer(centred),
+        {"mlp_norm_scale", "mlp_norm_normalized", "mlp_stream_in"},
+    ),
     "a gain that is thought to be the weight": (tiny.GEMMA_2, every_layer(off_gain), {"attn_post_norm_normalized"}),
-    "the norms before attention and MLP swapped": (LLAMA, every_layer(lambda x: swap(x.norms, "attn_norm", "mlp_norm")), {"attn_norm_scale"}),
-    "post-norm and pre-norm swapped": (tiny.GEMMA_2, every_layer(lambda x: swap(x.norms, "attn_post_norm", "mlp_norm")), None),
-    "the post-norms swapped": (tiny.GEMMA_2, every_layer(lambda x: swap(x.norms, "attn_post_norm", "mlp_post_norm")), None),
+    "the norms before attention and MLP swapped": (
+        LLAMA,
+        every_layer(lambda x: swap(x.norms, "attn_norm", "mlp_norm")),
+        {"attn_norm_scale"},
+    ),
+    "post-norm and pre-norm swapped": (
+        tiny.GEMMA_2,
+        every_layer(lambda x: swap(x.norms, "attn_post_norm", "mlp_norm")),
+        None,
+    ),
+    "the post-norms swapped": (
+        tiny.GEMMA_2,
+        every_layer(lambda x: swap(x.norms, "attn_post_norm", "mlp_post_norm")),
+        None,
+    ),
     "post-norms that nobody saw": (tiny.GEMMA_2, every_layer(lambda x: x.norms.pop("attn_post_norm")), None),
     "a wrong eps of the final norm": (LLAMA, off_final_eps, None),
     "one block taken for another": (GPT2, first_block_twice, None),
-    "a parallel block taken for a sequential one": (PYTHIA, every_layer(lambda x: setattr(x, "parallel", False)), {"resid_mid"}),
-    "a sequential block taken for a parallel one": (LLAMA, every_layer(lambda x: setattr(x, "parallel", True)), {"mlp_norm_scale"}),
+    "a parallel block taken for a sequential one": (
+        PYTHIA,
+        every_layer(lambda x: setattr(x, "parallel", False)),
+        {"resid_mid"},
+    ),
+    "a sequential block taken for a parallel one": (
+        LLAMA,
+        every_layer(lambda x: setattr(x, "parallel", True)),
+        {"mlp_norm_scale"},
+    ),
 }
 
 
@@ -100,7 +132,7 @@ def test_a_planted_fault_is_refused_at_load(fault: str, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(eager, "resolve", resolve_wrongly)
     if due is None:
-        with pytest.raises(LoadFailed, match="does not fit the table of roles: .* should hold, but"):
+        with pytest.raises(LoadFailed, match="does not fit the table of roles: "):
             tiny.new_engine(name)
         return
     engine = tiny.new_engine(name)
@@ -145,7 +177,12 @@ def move(owner: nn.Module, old: str, new: str) -> None:
 ODD: dict[str, tuple[Callable[[nn.Module], None], tuple[str, ...]]] = {
     "attention under another name": (
         lambda m: [move(block, "self_attn", "mixer") for block in m.model.layers],
-        ("cannot resolve attn in LlamaDecoderLayer", "looked for self_attn, attn, attention", "it has mlp, input_layernorm", "mixer"),
+        (
+            "cannot resolve attn in LlamaDecoderLayer",
+            "looked for self_attn, attn, attention",
+            "it has mlp, input_layernorm",
+            "mixer",
+        ),
     ),
     "projections under other names": (
         lambda m: [move(block.self_attn, "q_proj", "query") for block in m.model.layers],
@@ -303,7 +340,9 @@ def test_a_weight_of_an_adapted_model_is_not_written(tiny_hub: Any) -> None:
     from peft import LoraConfig
 
     inside = tiny.hf_model(LLAMA)
-    inside.add_adapter(LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))  # the class stays Llama's own
+    inside.add_adapter(
+        LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    )  # the class stays Llama's own
     for model in (with_adapter(LLAMA, ["q_proj"]), inside):
         engine = EagerEngine(model)
         value = engine.weights("q", 0)
@@ -314,10 +353,9 @@ def test_a_weight_of_an_adapted_model_is_not_written(tiny_hub: Any) -> None:
         assert torch.equal(engine.weights("q", 0), value)
 
 
+@pytest.mark.parametrize("name", hub.NAMES)
 @pytest.mark.parametrize("device_map", ["auto", "cpu", {"": "cpu"}])
 def test_a_device_map_is_taken(device_map: Any, reference: Any, name: str) -> None:
-    if name not in hub.NAMES:
-        pytest.skip("a model that is built here is not loaded with a map")
     own = {"attn_implementation": "eager"} if name == tiny.GEMMA_2 else {}
     engine = load_eager(name, device_map=device_map, **own)
     batch = Batch(tiny.prompts(engine.facts.d_vocab))
@@ -355,7 +393,9 @@ def test_two_engines_on_one_model_do_not_disturb_each_other(name: str) -> None:
     plain = first.run(batch, ())
     nested = Tap(Address("resid_post", 1), lambda x: seen.append(second.run(batch, ())))
     assert torch.equal(first.run(batch, [nested]), plain) and torch.equal(seen[0], plain)
-    assert torch.equal(second.run(batch, [Tap(Address("attn_probs", 0), lambda x: None)], stop=0), first.run(batch, (), stop=0))
+    assert torch.equal(
+        second.run(batch, [Tap(Address("attn_probs", 0), lambda x: None)], stop=0), first.run(batch, (), stop=0)
+    )
 
 
 def test_a_copy_of_a_configuration_that_an_engine_took_over_still_loads(reference: Any, name: str) -> None:

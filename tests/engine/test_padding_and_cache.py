@@ -33,7 +33,9 @@ def alone(batch: Batch, row: int) -> tuple[Batch, int]:
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_an_untapped_forward_is_hugging_faces_own_bit_for_bit(engine: EagerEngine, reference: Any, padded: bool) -> None:
+def test_an_untapped_forward_is_hugging_faces_own_bit_for_bit(
+    engine: EagerEngine, reference: Any, padded: bool
+) -> None:
     d_vocab = engine.facts.d_vocab
     batch = tiny.left_padded(d_vocab) if padded else Batch(tiny.prompts(d_vocab))
     real = slice(None) if batch.mask is None else batch.mask.bool()
@@ -48,7 +50,11 @@ def test_a_left_padded_prompt_is_the_prompt_alone_at_every_point(engine: EagerEn
         prompt, length = alone(batch, row)
         for address, expected in tiny.read(engine, prompt, at).items():
             square = address.point in ("attn_scores", "attn_probs")
-            got = together[address][row : row + 1, ..., -length:, -length:] if square else together[address][row : row + 1, -length:]
+            got = (
+                together[address][row : row + 1, ..., -length:, -length:]
+                if square
+                else together[address][row : row + 1, -length:]
+            )
             off[f"{address} of row {row}"] = tiny.worst(got, expected)
     assert {where: error for where, error in off.items() if error > TOLERANCE} == {}
 
@@ -93,7 +99,9 @@ def test_a_sliding_window_shorter_than_the_prompt_hides_what_lies_behind_it() ->
     for name in (tiny.GEMMA_2, "gemma-3"):
         engine = tiny.new_engine(name)
         windows = engine.facts.sliding_windows
-        pattern = tiny.read(engine, Batch(tiny.prompts(300, n=1)), [Address("attn_probs", layer) for layer in range(len(windows))])
+        pattern = tiny.read(
+            engine, Batch(tiny.prompts(300, n=1)), [Address("attn_probs", layer) for layer in range(len(windows))]
+        )
         distance = torch.arange(11)[:, None] - torch.arange(11)
         assert {window is None for window in windows} == {True, False} and max(w for w in windows if w) < 11
         for window, seen in zip(windows, pattern.values()):
@@ -167,13 +175,19 @@ def test_taps_fire_at_every_step_of_a_generation_and_steer_it(engine: EagerEngin
 
 def test_a_generation_computes_the_last_logits_only_unless_they_are_tapped(engine: EagerEngine) -> None:
     batch, shapes = Batch(tiny.prompts(engine.facts.d_vocab, n=1, length=5)), []
-    next(engine.generate(batch, lambda step: [Tap(Address("lm_head"), lambda x: shapes.append(x.shape[1]))], lambda x: x.argmax(-1)))
+    next(
+        engine.generate(
+            batch, lambda step: [Tap(Address("lm_head"), lambda x: shapes.append(x.shape[1]))], lambda x: x.argmax(-1)
+        )
+    )
     last = engine.run(batch, (), last_only=True)
     assert shapes == [5] and last.shape[1] == 1 and tiny.worst(last[:, 0], engine.run(batch, ())[:, -1]) < 2e-6
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_a_forward_that_starts_or_stops_at_a_layer_is_that_piece_of_the_whole(engine: EagerEngine, padded: bool) -> None:
+def test_a_forward_that_starts_or_stops_at_a_layer_is_that_piece_of_the_whole(
+    engine: EagerEngine, padded: bool
+) -> None:
     n, d_vocab = engine.facts.n_layers, engine.facts.d_vocab
     batch = tiny.left_padded(d_vocab) if padded else Batch(tiny.prompts(d_vocab))
     real = slice(None) if batch.mask is None else batch.mask.bool()

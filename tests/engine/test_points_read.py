@@ -1,4 +1,4 @@
-"""Every point of every family is read where the textbook has it, and what a family lacks is refused with a true sentence."""
+"""Every point of every family is read where the textbook has it; what a family lacks is refused with a true reason."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ TOLERANCE = 2e-5  # float32, of the largest magnitude
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("leave_out", [(), tiny.BRANCHES])
-def test_every_point_holds_the_textbooks_value(engine: EagerEngine, book: Textbook, padded: bool, leave_out: tuple[str, ...]) -> None:
+def test_every_point_holds_the_textbooks_value(
+    engine: EagerEngine, book: Textbook, padded: bool, leave_out: tuple[str, ...]
+) -> None:
     batch = tiny.left_padded(engine.facts.d_vocab) if padded else Batch(tiny.prompts(engine.facts.d_vocab))
     at = tiny.addresses(engine, leave_out)
     with torch.no_grad():
@@ -124,7 +126,10 @@ def test_weights_are_those_that_the_points_follow_from(engine: EagerEngine) -> N
     facts, w = engine.facts, engine.weights
     batch = Batch(tiny.prompts(facts.d_vocab))
     seen = {str(a): x for a, x in tiny.read(engine, batch, tiny.addresses(engine, tiny.BRANCHES)).items()}
-    pairs = [(w("embed")[batch.tokens], "embeddings"), (seen["final_norm"] @ w("unembed") + w("unembed_bias"), "lm_head")]
+    pairs = [
+        (w("embed")[batch.tokens], "embeddings"),
+        (seen["final_norm"] @ w("unembed") + w("unembed_bias"), "lm_head"),
+    ]
     for layer in range(facts.n_layers):
         for part, point in (("q", "q"), ("k", "k"), ("v", "value")):
             out = torch.einsum("bpd,hdk->bphk", seen[f"attn_in.{layer}"], w(part, layer)) + w(f"{part}_bias", layer)

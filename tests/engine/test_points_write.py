@@ -103,7 +103,9 @@ def test_a_tap_that_reads_leaves_the_bits_of_the_logits_alone(engine: EagerEngin
     assert torch.equal(engine.run(batch, taps), plain) and len(seen) == len(taps)
 
 
-def test_a_norm_runs_for_q_k_and_v_in_turn_and_an_edit_reaches_only_its_branch(engine: EagerEngine, book: Textbook) -> None:
+def test_a_norm_runs_for_q_k_and_v_in_turn_and_an_edit_reaches_only_its_branch(
+    engine: EagerEngine, book: Textbook
+) -> None:
     batch = Batch(tiny.prompts(engine.facts.d_vocab))
     at = [Address(point, LAYER) for point in ("q", "k", "value")]
     plain = tiny.read(engine, batch, at)
@@ -145,7 +147,9 @@ def test_an_edit_of_a_branch_leaves_the_stream_beside_it_alone(engine: EagerEngi
         if engine.refuses(address, "write"):
             continue
         branch = "mlp" if point.startswith("mlp") else "attn"
-        at = [Address(p, LAYER) for p in ("resid_pre", skip[branch], moves, "attn_out_post", "mlp_out_post", "resid_post")]
+        at = [
+            Address(p, LAYER) for p in ("resid_pre", skip[branch], moves, "attn_out_post", "mlp_out_post", "resid_post")
+        ]
         plain = tiny.read(engine, batch, at)
         seen = tiny.read(engine, batch, at, [Tap(address, lambda x: x * torch.linspace(2, 1, x.shape[-1]))])
         assert torch.equal(seen[at[0]], plain[at[0]]), address

@@ -15,7 +15,9 @@ TOLERANCE = 2e-5  # float32, of the largest magnitude
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_the_textbook_gives_hugging_faces_hidden_states_attentions_and_logits(name: str, book: Textbook, padded: bool) -> None:
+def test_the_textbook_gives_hugging_faces_hidden_states_attentions_and_logits(
+    name: str, book: Textbook, padded: bool
+) -> None:
     reference = tiny.hf_model(name, attn_implementation="eager")  # the one that shows its attentions
     d_vocab = reference.config.vocab_size
     batch = tiny.left_padded(d_vocab) if padded else tiny.Batch(tiny.prompts(d_vocab))
@@ -25,7 +27,8 @@ def test_the_textbook_gives_hugging_faces_hidden_states_attentions_and_logits(na
     pairs = [(seen[Address("logits")], out.logits), (seen[Address("final_norm")], out.hidden_states[-1])]
     pairs += [(seen[Address("resid_pre", layer)], out.hidden_states[layer]) for layer in range(n_layers)]
     pairs += [
-        (seen[Address("attn_probs", layer)].transpose(1, 2), out.attentions[layer].transpose(1, 2)) for layer in range(n_layers)
+        (seen[Address("attn_probs", layer)].transpose(1, 2), out.attentions[layer].transpose(1, 2))
+        for layer in range(n_layers)
     ]
     assert max(tiny.worst(got[real], expected[real]) for got, expected in pairs) < TOLERANCE
 

@@ -1,7 +1,7 @@
-"""A decoder as a textbook writes it, over the parameters of a Hugging Face model: the referee for values at every point.
+"""A decoder as a textbook writes it, over the parameters of a Hugging Face model: the referee for every point's value.
 
-It shares nothing with the engine but the names of the points. That its logits and hidden states are Hugging Face's own is
-the first thing tested (test_textbook.py); then whatever the engine shows, edits or differentiates can be compared with it.
+It shares nothing with the engine but the names of the points. That its logits and hidden states are Hugging Face's own
+is the first thing tested (test_textbook.py); then what the engine shows, edits or differentiates is compared with it.
 """
 
 from __future__ import annotations
@@ -90,7 +90,12 @@ class Textbook:
         self.parallel = getattr(config, "use_parallel_residual", False)
 
     def __call__(
-        self, tokens: Tensor, mask: Tensor | None = None, edits: Edits | None = None, *, start: tuple[int, Tensor] | None = None
+        self,
+        tokens: Tensor,
+        mask: Tensor | None = None,
+        edits: Edits | None = None,
+        *,
+        start: tuple[int, Tensor] | None = None,
     ) -> dict[Address, Tensor]:
         self.seen: dict[Address, Tensor] = {}
         self.edits = edits or {}
@@ -102,8 +107,8 @@ class Textbook:
             if self.names.pos_embed:
                 x = x + self.at("pos_embed", getattr(self.trunk, self.names.pos_embed).weight[self.position])
         first, x = (0, x) if start is None else start
-        for self.layer in range(first, self.config.num_hidden_layers):
-            self.block = getattr(self.trunk, self.names.layers)[self.layer]
+        for layer in range(first, self.config.num_hidden_layers):
+            self.layer, self.block = layer, getattr(self.trunk, self.names.layers)[layer]
             x = self._block(x)
         self.layer = None
         x = self.at("final_norm", self._norm("final_norm", getattr(self.trunk, self.names.final_norm), x))

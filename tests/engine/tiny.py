@@ -113,7 +113,9 @@ def addresses(engine: EagerEngine, leave_out: tuple[str, ...] = ()) -> list[Addr
     return [address for address in every if engine.refuses(address, "read") is None]
 
 
-def read(engine: EagerEngine, batch: Batch, at: list[Address], edits: list[Tap] = (), **options: Any) -> dict[Address, Tensor]:
+def read(
+    engine: EagerEngine, batch: Batch, at: list[Address], edits: list[Tap] = (), **options: Any
+) -> dict[Address, Tensor]:
     """What reading taps see at these addresses (of several calls the last) once the edits have run."""
     seen: dict[Address, Tensor] = {}
     readers = [Tap(a, lambda x, a=a: seen.__setitem__(a, x.clone()), reads=True) for a in at]
@@ -123,7 +125,7 @@ def read(engine: EagerEngine, batch: Batch, at: list[Address], edits: list[Tap] 
 
 @torch.no_grad()
 def worst(got: Tensor, expected: Tensor) -> float:
-    """The largest difference as a share of the largest finite magnitude expected; infinite where shapes or infinities differ."""
+    """The largest difference, as a share of the largest finite magnitude expected; infinite where the shapes differ."""
     if got.shape != expected.shape:
         return float("inf")
     infinite = expected.isinf()
