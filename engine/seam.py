@@ -59,13 +59,14 @@ class Facts:
     attn_softcap: float | None
     logit_softcap: float | None
     sliding_windows: tuple[int | None, ...]  # one entry a layer
-    embed_norm: bool  # a norm stands between the embedding and the stream
     qk_norm: bool
     post_norms: bool
     n_experts: int | None
     experts_per_token: int | None
     dtype: torch.dtype
     device: torch.device
+    embed_norm: bool = False  # a norm stands between the embedding and the stream
+    logit_scale: float = 1.0  # what the model multiplies the unembedding's output by
 
 
 class Weights(Protocol):

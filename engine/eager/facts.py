@@ -46,6 +46,7 @@ def read_facts(tree: Tree, config: Any, model_id: str) -> Facts:
         rotary_adjacent_pairs=config.model_type in ADJACENT_PAIRS,
         attn_scale=_attn_scale(attending.inner, heads.d),
         attn_softcap=getattr(config, "attn_logit_softcapping", None),
+        logit_scale=tree.logit_scale,
         logit_softcap=getattr(config, "final_logit_softcapping", None),
         sliding_windows=tuple(getattr(layer.attn, "sliding_window", None) for layer in tree.layers),
         embed_norm=tree.embed_end is not tree.embed,

@@ -178,10 +178,12 @@ def _resolve_layer(block: nn.Module, index: int) -> Layer:
     attends = attn is not None
     attn = attn if attends else _child(block, roles.LAYER_ROLES["mixer"])
     if attn is None:
-        raise _missing(block, "attn or mixer", roles.LAYER_ROLES["attn"] + roles.LAYER_ROLES["mixer"])
+        raise _missing(block, "attn", roles.LAYER_ROLES["attn"] + roles.LAYER_ROLES["mixer"])
     mlp = _child(block, roles.LAYER_ROLES["mlp"])
     inner = next((child for child in attn.children() if hasattr(child, "q_proj")), attn)  # GPT-Neo wraps its attention
-    parts = _mlp_parts(block if mlp is None else mlp) | (_children(inner, roles.ATTN_ROLES) if attends else {})
+    parts = _mlp_parts(block) if mlp is None else _mlp_parts(mlp, needed=True)
+    if attends:
+        parts |= _attention_parts(inner)
     norms = _resolve_norms(block)
     shared = norms.get("mlp_norm") is not None and norms["mlp_norm"].module is norms["attn_norm"].module
     norms |= {role: _probe(parts.pop(role)) for role in ("q_norm", "k_norm") if role in parts}
@@ -201,12 +203,24 @@ def _resolve_layer(block: nn.Module, index: int) -> Layer:
     )
 
 
-def _mlp_parts(owner: nn.Module) -> dict[str, nn.Module]:
+def _attention_parts(attn: nn.Module) -> dict[str, nn.Module]:
+    """Attention's linears and norms. Queries, keys and values may be missing only where a shared latent gives them."""
+    found = _children(attn, roles.ATTN_ROLES)
+    if "qkv" not in found and not {"q", "k", "v"} <= found.keys() and _child(attn, roles.LATENT) is None:
+        raise _missing(attn, "qkv or q, k and v", roles.ATTN_ROLES["qkv"] + ("q_proj", "k_proj", "v_proj"))
+    if "o" not in found:
+        raise _missing(attn, "o", roles.ATTN_ROLES["o"])
+    return found
+
+
+def _mlp_parts(owner: nn.Module, needed: bool = False) -> dict[str, nn.Module]:
     """An MLP's linears; of a mixture of experts, whose linears are the experts' own, only the router."""
     found = _children(owner, roles.MLP_ROLES)
     if hasattr(owner, "experts"):
         return {"router": found["router"]} if "router" in found else {}
     found.pop("router", None)
+    if needed and "down" not in found:
+        raise _missing(owner, "down", roles.MLP_ROLES["down"])
     return found if "down" in found else {}
 
 

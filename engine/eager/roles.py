@@ -33,6 +33,8 @@ ATTN_ROLES: dict[str, tuple[str, ...]] = {
     "k_norm": ("k_norm", "k_layernorm", "key_layernorm"),
 }
 
+LATENT = ("kv_b_proj",)  # multi-head latent attention: keys and values come from a shared latent, by this projection
+
 MLP_ROLES: dict[str, tuple[str, ...]] = {
     "gate_up": ("gate_up_proj",),
     "gate": ("gate_proj", "w1"),

@@ -173,11 +173,13 @@ def _output(tree: Tree, layer: Layer, of_bias: bool) -> Tensor | None:
     return bias(layer.parts["o"], weight) if of_bias else weight.unflatten(0, (tree.heads.n, -1))
 
 
-def _norm(norm: Norm | None, of_bias: bool) -> Tensor | None:
+def _norm(tree: Tree, norm: Norm | None, of_bias: bool) -> Tensor | None:
     if norm is None:
         return None
-    value = norm.bias if of_bias else norm.gain
-    return value.to(getattr(norm.module, "weight", value).dtype)
+    if not hasattr(norm.module, "weight"):  # OLMo's norms have none
+        width = tree.embed.weight.shape[-1]
+        return tree.embed.weight.new_zeros(width) if of_bias else tree.embed.weight.new_ones(width)
+    return (norm.bias if of_bias else norm.gain).to(norm.module.weight.dtype)
 
 
 Reader = Callable[[Tree, Layer | None], Tensor | None]
@@ -185,8 +187,8 @@ Reader = Callable[[Tree, Layer | None], Tensor | None]
 _GLOBAL: dict[str, Reader] = {
     "embed": lambda tree, _: _embedding(tree),
     "pos_embed": lambda tree, _: _positions(tree),
-    "final_norm_gain": lambda tree, _: _norm(tree.final_norm, False),
-    "final_norm_bias": lambda tree, _: _norm(tree.final_norm, True),
+    "final_norm_gain": lambda tree, _: _norm(tree, tree.final_norm, False),
+    "final_norm_bias": lambda tree, _: _norm(tree, tree.final_norm, True),
     "unembed": lambda tree, _: matrix(tree.lm_head),
     "unembed_bias": lambda tree, _: bias(tree.lm_head, matrix(tree.lm_head)),
 }
@@ -205,5 +207,5 @@ for _part in "qkv":
     _LAYERED[_part] = lambda tree, layer, part=_part: _qkv(tree, layer, part, False)
     _LAYERED[f"{_part}_bias"] = lambda tree, layer, part=_part: _qkv(tree, layer, part, True)
 for _role in NORMS:
-    _LAYERED[f"{_role}_gain"] = lambda tree, layer, role=_role: _norm(layer.norms.get(role), False)
-    _LAYERED[f"{_role}_bias"] = lambda tree, layer, role=_role: _norm(layer.norms.get(role), True)
+    _LAYERED[f"{_role}_gain"] = lambda tree, layer, role=_role: _norm(tree, layer.norms.get(role), False)
+    _LAYERED[f"{_role}_bias"] = lambda tree, layer, role=_role: _norm(tree, layer.norms.get(role), True)
