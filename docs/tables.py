@@ -37,7 +37,7 @@ VIEWS: dict[str, str] = {
     **dict.fromkeys(("lm_head", "logits"), "centred over V"),
 }
 VIEW_NOTES = """\
-b batch, p position, D d_model, H query heads, K key/value heads, dh d_head, M d_mlp, V d_vocab, q and k query and key
+b batch, p position, D d_model, H query heads, K key/value heads, dh d_head, M d_mlp, E experts, V d_vocab, q and k query and key
 positions. "View" is what `from_pretrained` shows of the raw value; `from_pretrained_no_processing` shows it as it is.
 
 - `=`: the value itself.

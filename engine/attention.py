@@ -18,12 +18,14 @@ def explicit_attention(
     mask: Tensor | None,
     scaling: float,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     fire: Fire,
 ) -> tuple[Tensor, Tensor]:
     """softmax(q k^T * scaling) v, with a tap at each step.
 
     q `[b, H, q, dh]`, k and v `[b, K, k, dh]` (K divides H). mask: None means causal, boolean means attend where True,
-    float is added. Returns z `[b, q, H, dh]` and the pattern `[b, H, q, k]`.
+    float is added. sinks `[H]`: logits of a column that the softmax sees and the pattern drops, so that its rows sum to
+    less than one. Returns z `[b, q, H, dh]` and the pattern `[b, H, q, k]`.
     """
     q = fire("q_rot", q.transpose(1, 2)).transpose(1, 2)
     k = fire("k_rot", k.transpose(1, 2)).transpose(1, 2)
@@ -32,7 +34,11 @@ def explicit_attention(
         scores = softcap * torch.tanh(scores / softcap)
     scores = fire("attn_scores", masked(scores, mask))
     wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
-    pattern = torch.softmax(scores, -1, dtype=wide).to(q.dtype)
+    if sinks is not None:
+        column = sinks.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        pattern = torch.softmax(torch.cat([scores, column], -1), -1, dtype=wide)[..., :-1].to(q.dtype)
+    else:
+        pattern = torch.softmax(scores, -1, dtype=wide).to(q.dtype)
     # a row with nothing to attend to is NaN until here
     pattern = fire("attn_probs", pattern.nan_to_num() if pattern.requires_grad else pattern.nan_to_num_())
     z = pattern.to(v.dtype) @ _per_query_head(v, q)

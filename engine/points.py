@@ -1,8 +1,8 @@
 """The canonical points: every place in a decoder where an activation can be read or written, as data.
 
 One row a point, in forward order. An `Address` is a point and, for a point that every layer has, a layer.
-Shapes use b batch, p position, D d_model, H query heads, K key/value heads, dh head width, M d_mlp, V vocabulary,
-q and k query and key positions.
+Shapes use b batch, p position, D d_model, H query heads, K key/value heads, dh head width, M d_mlp, E experts,
+V vocabulary, q and k query and key positions.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ _ROWS = (
     Point("attn_norm_normalized", "b p D", "stream over scale, before gain and bias; q, k and v in turn", derived=True),
     Point("attn_in", "b p D", "what the attention module receives"),
     Point("q", "b p H dh", "queries before QK-norm and rotary"),
+    Point("attn_gate", "b p H dh", "gate on attention's output, before its sigmoid"),
     Point("k", "b p K dh", "keys before QK-norm and rotary"),
     Point("value", "b p K dh", "values"),
     Point("q_norm_in", "b p H dh", "input of the query norm"),
@@ -61,6 +62,10 @@ _ROWS = (
     Point("mlp_norm_scale", "b p 1", "what the pre-MLP norm divides by", derived=True),
     Point("mlp_norm_normalized", "b p D", "stream over scale, before gain and bias", derived=True),
     Point("mlp_in", "b p D", "what the MLP receives"),
+    Point("router_logits", "b p E", "router output of a mixture of experts, before softmax and top-k"),
+    Point("router_probs", "b p E", "softmax over all experts"),
+    Point("expert_weights", "b p x", "weights of the x experts that a token goes to, as the checkpoint applies them"),
+    Point("expert_indices", "b p x", "which experts a token goes to"),
     Point("mlp_pre", "b p M", "before the activation function (gated: the gate branch)"),
     Point("mlp_pre_linear", "b p M", "up branch of a gated MLP"),
     Point("mlp_act", "b p M", "input of the down projection"),

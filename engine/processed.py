@@ -221,6 +221,8 @@ class Pass:
             return self.show_stream, self._take_stream
         if point in STREAM_COPIES:
             return (lambda x: self._show_copy(address, x)), (lambda shown: shown)
+        if point == "embeddings" and self._processed.engine.facts.embed_norm:
+            return (lambda x: x), self._take_stream  # a norm's output keeps its mean, and the stream begins with it
         if point in CONTRIBUTIONS:
             return self._off_stream(address)
         return None
@@ -316,6 +318,8 @@ class Pass:
         There sum_k p_k (v_k - c) is z - c * sum_k p_k, not z - c, so z takes up c for what the rows lack.
         """
         before, after = [], []
+        if self._on.centre_writing and self._processed.engine.facts.embed_norm:
+            before.append(Tap(Address("embeddings"), self._begin_stream, reads=True))
         for layer in {a.layer for a in tapped if a.point in ("attn_scores", "attn_probs")}:
             offset = self._processed.value_offset(layer)
             if offset is not None:
@@ -323,6 +327,9 @@ class Pass:
                 after.append(Tap(Address("attn_probs", layer), lambda p, at=layer: self._note_row_sums(at, p), reads=True))
                 before.append(Tap(Address("z", layer), lambda z, at=layer, c=per_head: self._restore(at, z, c)))
         return before, after
+
+    def _begin_stream(self, embeddings: Tensor) -> None:
+        self._take_stream(embeddings)
 
     def _note_row_sums(self, layer: int, pattern: Tensor) -> None:
         self._row_sums[layer] = pattern.sum(-1).transpose(1, 2)[..., None]  # [b, p, H, 1]

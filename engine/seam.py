@@ -65,6 +65,8 @@ class Facts:
     experts_per_token: int | None
     dtype: torch.dtype
     device: torch.device
+    embed_norm: bool = False  # a norm stands between the embedding and the stream
+    logit_scale: float = 1.0  # what the model multiplies the unembedding's output by
 
 
 class Weights(Protocol):

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from engine.errors import Refused, UnknownName
 from engine.points import POINTS, Address
-from engine.seam import Facts
+from engine.seam import Engine, Facts
 
 
 @dataclass(frozen=True)
@@ -210,6 +210,18 @@ def to_names(address: Address, facts: Facts) -> list[str]:
         return []
     prefix = "" if address.layer is None else f"blocks.{address.layer}."
     return [prefix + row.name for row in (*ROWS, *ALIASES) if row.point == address.point and row.has(facts)]
+
+
+def unmapped_trait(engine: Engine) -> str | None:
+    """Why TransformerLens' names do not yet fit the family that an engine runs, as a sentence; None if they do."""
+    facts = engine.facts
+    if facts.positions == "alibi" or facts.embed_norm or facts.logit_scale != 1:
+        return "its position bias, embedding norm or scaled logits have not been held against TransformerLens yet"
+    for name in names(facts):
+        reason = None if flag(name) else engine.refuses(to_address(name, facts), "read")
+        if reason is not None:
+            return f"{name} has no place in it: {reason}"
+    return None
 
 
 def flag(name: str) -> str | None:

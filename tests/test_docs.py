@@ -134,6 +134,8 @@ SIZES = {
     "dh": lambda engine: engine.facts.d_head,
     "M": lambda engine: engine.facts.d_mlp,
     "V": lambda engine: engine.facts.d_vocab,
+    "E": lambda engine: 5,  # experts, and how many of them a token goes to: these families have none
+    "x": lambda engine: 2,
 }
 
 

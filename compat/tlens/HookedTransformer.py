@@ -177,6 +177,9 @@ class HookedTransformer(TokenMethods, CircuitMethods, HookedRootModule):
             from_pretrained_kwargs["num_hidden_layers"] = first_n_layers
         device = device if device is not None or hf_model is not None else get_device()
         engine = load_engine(name, hf_model=hf_model, tokenizer=tokenizer, dtype=dtype, device=device, **from_pretrained_kwargs)
+        unmapped = mapper.unmapped_trait(engine)
+        if unmapped is not None:
+            raise Refused(f"{name} is a {engine.facts.architecture}, to which the names here do not fit: {unmapped}")
         if n_ctx is not None and n_ctx > engine.facts.n_ctx and engine.facts.positions == "learned":
             raise BadInput(f"n_ctx = {n_ctx}, but {name} has learned {engine.facts.n_ctx} positions")
         processing = Processing(fold_ln, center_writing_weights, center_unembed, fold_value_biases)

@@ -18,13 +18,13 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.attention import causal_mask, explicit_attention
+from engine.eager.places import INSIDE
 from engine.eager.run import current_run
-from engine.errors import LoadFailed, Refused
+from engine.errors import Refused
 
 NAME = "interp_compat"
-INSIDE = ("q_rot", "k_rot", "attn_scores", "attn_probs")
 # Arguments that transformers' sdpa swallows without applying them; the family's own function knows what they mean.
-_NOT_FOR_SDPA = ("softcap", "s_aux", "sinks", "position_bias")
+_NOT_FOR_SDPA = ("softcap", "s_aux", "position_bias")
 
 
 def attention(
@@ -42,9 +42,8 @@ def attention(
     run = current_run()
     state = run.attention_state(module) if run is not None else None
     if state is not None and any(run.tapped(point, state) for point in INSIDE):
-        unknown = [name for name in _NOT_FOR_SDPA[1:] if kwargs.get(name) is not None]
-        if unknown:
-            raise Refused(f"the attention of layer {state.index} takes {unknown[0]}, which the explicit path has no formula for")
+        if kwargs.get("position_bias") is not None:
+            raise Refused(f"the attention of layer {state.index} takes a position bias, which the explicit path has no formula for")
         keys_are_shared = run.writes("k_rot", state)  # with the cache, which an edit in place must not enter
         return explicit_attention(
             query,
@@ -53,6 +52,7 @@ def attention(
             mask=attention_mask,
             scaling=scaling,
             softcap=kwargs.get("softcap"),
+            sinks=kwargs.get("s_aux"),
             fire=lambda point, tensor: run.fire(point, state, tensor),
         )
     return _own(module, kwargs)(
@@ -60,21 +60,25 @@ def attention(
     )
 
 
-def take_over(model: nn.Module) -> None:
-    """Makes `model` call `attention`, remembering on its config what it called before."""
+def take_over(model: nn.Module) -> bool:
+    """Makes `model` call `attention`, remembering on its modules what they called before.
+
+    False for a family with attention code of its own, which stays as it is (inside.py).
+    """
     config = model.config
     if config._attn_implementation == NAME:
-        return
+        return True
+    if not model._can_set_attn_implementation():
+        return False
     own = config._attn_implementation or "eager"
     own = own if own in ("eager", "sdpa") else "sdpa"  # flash and flex kernels take masks of a form that ours is not
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     model.set_attn_implementation(NAME)
-    if config._attn_implementation != NAME:
-        raise LoadFailed(f"{type(model).__name__} has attention code of its own that cannot be replaced by a function")
     for module in model.modules():
         if isinstance(getattr(module, "config", None), type(config)):
             module._own_attention = own
+    return True
 
 
 def _own(module: nn.Module, kwargs: dict[str, Any]) -> Callable[..., tuple[Tensor, Tensor | None]]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from engine.eager.absent import why_absent
 from engine.eager.attention import take_over
 from engine.eager.facts import read_facts
 from engine.eager.resolve import Tree, learn_head_axis, resolve
@@ -43,15 +44,18 @@ class EagerEngine:
         self._unproved: dict[str, str] = {}
         self.weights = EagerWeights(self._current_tree, self._prepare_writing)
         self._adopt(model)
+        self._proving = True
         self._unproved = self_check(self)
+        self._proving = False
 
     def _adopt(self, model: nn.Module) -> None:
         self.model = model
         self._causal = model.get_base_model() if hasattr(model, "get_base_model") else model
-        take_over(self._causal)
+        exchanged = take_over(self._causal)
         self._causal.eval()
         config = self._causal.config.get_text_config()
         self.tree: Tree = resolve(self._causal, config)
+        self.tree.exchanged = exchanged
         learn_head_axis(self.tree, self.tree.embed.weight.device)
         self._facts = read_facts(self.tree, config, self._model_id or getattr(config, "_name_or_path", ""))
 
@@ -144,7 +148,7 @@ class EagerEngine:
             return "token ids are whole numbers, which have no gradient"
         if address.point in self._unproved:
             return self._unproved[address.point]
-        return _absent(self.tree, self.facts, address)
+        return why_absent(self.tree, self.facts, address)
 
     def close(self) -> None:
         """Nothing to release: the model belongs to its owner."""
@@ -193,7 +197,7 @@ class EagerEngine:
                 due = start is None
             else:
                 due = stop is None and (unembed or address.point not in ("lm_head", "logits"))
-            if due:
+            if due and not self._proving:  # the self-check finds out what a family does not go through
                 raise CompatError(f"the tap at {address} never fired: the forward had passed it, or did not go through it")
 
 
@@ -236,7 +240,7 @@ def _end_with_input(x: Tensor) -> None:
 
 
 class _passing_through:
-    """Lets one run's hidden states pass the first `n` blocks untouched; a model call inside its taps is as ever."""
+    """Lets the hidden states of one run pass the first `n` blocks untouched; a model call inside its taps is as ever."""
 
     def __init__(self, tree: Tree, n: int, run: Run) -> None:
         self._blocks, self._run = [layer.block for layer in tree.layers[:n]], run
@@ -260,26 +264,3 @@ class _passing_through:
                 del block.forward
             else:
                 block.forward = before
-
-
-# role that a point needs -> what to say where the family lacks it
-_NEEDS: dict[str, tuple[str, str]] = {
-    "q_norm": ("qk_norm", "the family has no norm on queries and keys"),
-    "k_norm": ("qk_norm", "the family has no norm on queries and keys"),
-    "attn_post_norm": ("post_norms", "the family has no norm after attention"),
-    "mlp_post_norm": ("post_norms", "the family has no norm after the MLP"),
-    "mlp_pre_linear": ("gated_mlp", "the family's MLP is not gated, so it has one input branch"),
-}
-
-
-def _absent(tree: Tree, facts: Facts, address: Address) -> str | None:
-    for prefix, (trait, sentence) in _NEEDS.items():
-        if address.point.startswith(prefix) and not getattr(facts, trait):
-            return sentence
-    if address.point == "pos_embed" and tree.pos_embed is None:
-        return f"its positions are {facts.positions}, so there is no position embedding"
-    if address.point == "resid_mid" and facts.parallel:
-        return "attention and MLP run in parallel from one stream, so there is no stream between them"
-    if address.point == "attn_stream_in" and facts.n_kv_heads != facts.n_heads:
-        return "query heads share key and value heads, so one copy a query head cannot feed them; use q_input, k_input, v_input"
-    return None

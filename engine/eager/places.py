@@ -18,11 +18,12 @@ from engine.points import POINTS
 if TYPE_CHECKING:
     from engine.eager.run import Run, State
 
+INSIDE = ("q_rot", "k_rot", "attn_scores", "attn_probs")  # inside attention
 _BRANCH = ("attn.in", "q.out", "k.out", "v.out", "qkv.out")
 
 PLACES: dict[str, tuple[str, ...]] = {
     "tokens": (),  # fired by the engine before the model's forward
-    "embeddings": ("embed.out",),
+    "embeddings": ("embed_end.out",),
     "pos_embed": ("pos_embed.out",),
     "resid_pre": ("block.in",),
     "attn_stream_in": _BRANCH,
@@ -33,6 +34,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "attn_norm_normalized": _BRANCH,
     "attn_in": ("attn.in",),
     "q": ("q.out", "qkv.out"),
+    "attn_gate": ("q.out",),
     "k": ("k.out", "qkv.out"),
     "value": ("v.out", "qkv.out"),
     "q_norm_in": ("q_norm.in",),
@@ -43,28 +45,32 @@ PLACES: dict[str, tuple[str, ...]] = {
     "k_norm_scale": ("k_norm.out",),
     "k_norm_normalized": ("k_norm.out",),
     "k_norm_out": ("k_norm.out",),
-    "q_rot": (),  # these four are inside the attention function
+    "q_rot": (),  # these four are inside attention
     "k_rot": (),
     "attn_scores": (),
     "attn_probs": (),
     "z": ("o.in",),
-    "attn_result": ("o.in", "o.out"),
-    "attn_out": ("attn.out",),
+    "attn_result": ("o.in", "attn_end.out"),
+    "attn_out": ("attn_end.out",),
     "attn_post_norm_scale": ("attn_post_norm.out",),
     "attn_post_norm_normalized": ("attn_post_norm.out",),
-    "attn_out_post": ("attn.out", "attn_post_norm.out"),
-    "resid_mid": ("attn.out", "attn_post_norm.out"),
-    "mlp_stream_in": ("mlp.in",),
-    "mlp_norm_scale": ("mlp.in",),
-    "mlp_norm_normalized": ("mlp.in",),
-    "mlp_in": ("mlp.in",),
+    "attn_out_post": ("attn_end.out", "attn_post_norm.out"),
+    "resid_mid": ("attn_end.out", "attn_post_norm.out"),
+    "mlp_stream_in": ("mlp_start.in",),
+    "mlp_norm_scale": ("mlp_start.in",),
+    "mlp_norm_normalized": ("mlp_start.in",),
+    "mlp_in": ("mlp_start.in",),
+    "router_logits": (),  # these two are inside the router
+    "router_probs": (),
+    "expert_weights": ("router.out",),
+    "expert_indices": ("router.out",),
     "mlp_pre": ("gate.out", "up.out", "gate_up.out"),
     "mlp_pre_linear": ("up.out", "gate_up.out"),
     "mlp_act": ("down.in",),
-    "mlp_out": ("mlp.out",),
+    "mlp_out": ("mlp_end.out",),
     "mlp_post_norm_scale": ("mlp_post_norm.out",),
     "mlp_post_norm_normalized": ("mlp_post_norm.out",),
-    "mlp_out_post": ("mlp.out", "mlp_post_norm.out"),
+    "mlp_out_post": ("mlp_end.out", "mlp_post_norm.out"),
     "resid_post": ("block.out",),
     "final_norm_scale": ("final_norm.out",),
     "final_norm_normalized": ("final_norm.out",),
@@ -92,7 +98,11 @@ _BRANCH_POINTS = ("attn_stream_in", "q_input", "k_input", "v_input", "attn_norm_
 
 def _attn_in(run: Run, state: State, x: Tensor) -> Tensor:
     if any(run.tapped(point, state) for point in _BRANCH_POINTS):
-        _attention_branches(run, state, x.dtype)
+        if state.layer.projects:
+            _attention_branches(run, state, x.dtype)
+        else:  # nothing apart reads the norm's output, so it is seen once and edited whole
+            new, edited = _through_norm(run, state, "attn_norm", state.norm("attn_norm"), state.stream, False, x.dtype)
+            x = new if edited else x
     return run.fire("attn_in", state, x)
 
 
@@ -133,7 +143,8 @@ def _project(run: Run, state: State, part: str, x: Tensor) -> Tensor:
         weight, bias = run.weights(part, state.index), run.weights(f"{part}_bias", state.index)
         return torch.einsum("bphd,hdk->bphk", x, weight.to(x)) + bias.to(x)
     if part in parts:
-        return parts[part].forward(x).unflatten(-1, (-1, heads.d))
+        projected = parts[part].forward(x).unflatten(-1, (heads.n if part == "q" else heads.n_kv, -1))
+        return projected[..., : heads.d]  # a gate may stand behind a query
     return state.layer.layout.split(parts["qkv"].forward(x), heads)["qkv".index(part)]
 
 
@@ -143,6 +154,14 @@ def _projection_out(part: str, point: str) -> Callable[..., Tensor]:
         return run.fire(point, state, value).flatten(-2)
 
     return handler
+
+
+def _q_out(run: Run, state: State, y: Tensor, x: Tensor) -> Tensor:
+    if not state.layer.gated_q:
+        return _projection_out("q", "q")(run, state, y, x)
+    q, gate = y.unflatten(-1, (run.tree.heads.n, -1)).chunk(2, -1)
+    q = run.fire("q", state, state.override.pop("q", q))
+    return torch.cat([q, run.fire("attn_gate", state, gate)], -1).flatten(-2)
 
 
 def _qkv_out(run: Run, state: State, y: Tensor, x: Tensor) -> Tensor:
@@ -170,24 +189,46 @@ def _norm_parts(run: Run, state: State, role: str, y: Tensor, x: Tensor) -> Tens
     return new if edited else y
 
 
-def _by_position(state: State, x: Tensor) -> Tensor:
-    """What a norm of q or k sees, as `[b, p, heads, dh]`; its own inverse."""
+def _by_position(run: Run, state: State, x: Tensor) -> Tensor:
+    """What a norm of q or k sees, as `[b, p, heads, dh]`."""
+    if x.dim() == 3:  # one norm over all heads together
+        return x.unflatten(-1, (-1, run.tree.heads.d))
+    return x.transpose(1, 2) if state.layer.heads_first else x
+
+
+def _as_seen(state: State, x: Tensor, like: Tensor) -> Tensor:
+    """`[b, p, heads, dh]` the way the norm sees it."""
+    if like.dim() == 3:
+        return x.flatten(-2)
     return x.transpose(1, 2) if state.layer.heads_first else x
 
 
 def _qk_norm_in(role: str) -> Callable[..., Tensor]:
     def handler(run: Run, state: State, x: Tensor) -> Tensor:
-        return _by_position(state, run.fire(f"{role}_in", state, _by_position(state, x)))
+        return _as_seen(state, run.fire(f"{role}_in", state, _by_position(run, state, x)), x)
 
     return handler
 
 
 def _qk_norm_out(role: str) -> Callable[..., Tensor]:
     def handler(run: Run, state: State, y: Tensor, x: Tensor) -> Tensor:
-        y = _norm_parts(run, state, role, _by_position(state, y), _by_position(state, x))
-        return _by_position(state, run.fire(f"{role}_out", state, y))
+        y = _qk_norm_parts(run, state, role, y, x)
+        return _as_seen(state, run.fire(f"{role}_out", state, _by_position(run, state, y)), y)
 
     return handler
+
+
+def _qk_norm_parts(run: Run, state: State, role: str, y: Tensor, x: Tensor) -> Tensor:
+    if not (run.tapped(f"{role}_scale", state) or run.tapped(f"{role}_normalized", state)):
+        return y
+    divided, scale = state.norm(role).parts(x)
+    scale = scale[..., None] if x.dim() == 3 else _as_seen(state, scale, x)  # [b, p, heads or 1, 1]
+    scale, edited = run.fire_copy(f"{role}_scale", state, scale)
+    normalized = _by_position(run, state, divided) / scale
+    normalized, edited_value = run.fire_copy(f"{role}_normalized", state, normalized)
+    if not (edited or edited_value):
+        return y
+    return state.norm(role).finish(_as_seen(state, normalized, x), y.dtype)
 
 
 def _o_in(run: Run, state: State, x: Tensor) -> Tensor:
@@ -200,12 +241,9 @@ def _o_in(run: Run, state: State, x: Tensor) -> Tensor:
     return z.flatten(-2)
 
 
-def _o_out(run: Run, state: State, y: Tensor, x: Tensor) -> Tensor:
-    return state.override.pop("attn", y)
-
-
-def _attn_out(run: Run, state: State, y: Tensor, x: Tensor) -> Tensor:
-    y = run.fire("attn_out", state, y)
+def _attn_end(run: Run, state: State, y: Tensor, x: Tensor) -> Tensor:
+    """Attention's output is its output projection's: some families add the stream before their module returns."""
+    y = run.fire("attn_out", state, state.override.pop("attn", y))
     return y if state.norm("attn_post_norm") else _attention_adds(run, state, y)
 
 
@@ -215,11 +253,19 @@ def _attn_post_norm_out(run: Run, state: State, y: Tensor, x: Tensor) -> Tensor:
 
 def _attention_adds(run: Run, state: State, y: Tensor) -> Tensor:
     """What attention adds to the stream. resid_mid is written here too: the block holds the sum in a local of its own."""
-    y = run.fire("attn_out_post", state, y)
+    added = _fire_scaled(run, state, "attn_out_post", y, state.layer.adds)
     if not run.tapped("resid_mid", state):
-        return y
-    mid = run.fire("resid_mid", state, state.stream + y)
-    return mid - state.stream if run.writes("resid_mid", state) else y
+        return added
+    mid = run.fire("resid_mid", state, state.stream + added * state.layer.adds)
+    return (mid - state.stream) / state.layer.adds if run.writes("resid_mid", state) else added
+
+
+def _fire_scaled(run: Run, state: State, point: str, value: Tensor, scale: float) -> Tensor:
+    """Fires on `value * scale`, which the model computes from what is returned here."""
+    if scale == 1 or not run.tapped(point, state):
+        return run.fire(point, state, value)
+    new = run.fire(point, state, value * scale)
+    return new / scale if run.writes(point, state) else value
 
 
 def _mlp_norm_in(run: Run, state: State, x: Tensor) -> Tensor:
@@ -231,9 +277,11 @@ def _mlp_norm_in(run: Run, state: State, x: Tensor) -> Tensor:
 def _mlp_in(run: Run, state: State, x: Tensor) -> Tensor:
     """The norm's parts are edited here and not at the norm, which some families share with attention."""
     if any(run.tapped(point, state) for point in ("mlp_stream_in", "mlp_norm_scale", "mlp_norm_normalized")):
-        stream, edited = run.fire_copy("mlp_stream_in", state, state.mlp_stream)
-        new, edited = _through_norm(run, state, "mlp_norm", state.norm("mlp_norm"), stream, edited, x.dtype)
-        x = new if edited else x
+        norm = state.norm("mlp_norm")
+        stream, edited = run.fire_copy("mlp_stream_in", state, x if norm is None else state.mlp_stream)
+        if norm is not None:
+            stream, edited = _through_norm(run, state, "mlp_norm", norm, stream, edited, x.dtype)
+        x = stream if edited else x
     return run.fire("mlp_in", state, x)
 
 
@@ -248,9 +296,23 @@ def _gate_up_out(run: Run, state: State, y: Tensor, x: Tensor) -> Tensor:
     return torch.cat([gate, up], -1) if edits else y
 
 
-def _mlp_out(run: Run, state: State, y: Tensor, x: Tensor) -> Tensor:
+def _mlp_end(run: Run, state: State, y: Tensor, x: Tensor) -> Tensor:
     y = run.fire("mlp_out", state, y)
-    return y if state.norm("mlp_post_norm") else run.fire("mlp_out_post", state, y)
+    return y if state.norm("mlp_post_norm") else _fire_scaled(run, state, "mlp_out_post", y, state.layer.adds)
+
+
+def _embed_out(run: Run, state: State, y: Tensor, x: Tensor) -> Tensor:
+    return _fire_scaled(run, state, "embeddings", y, run.tree.embed_scale)
+
+
+def _router_out(run: Run, state: State, out: tuple[Tensor, ...], x: Tensor) -> tuple[Tensor, ...]:
+    """(logits, weights of the chosen experts, their indices), one row a token; other forms of router are not read."""
+    if not (isinstance(out, tuple) and len(out) == 3 and all(part.dim() == 2 for part in out)):
+        return out
+    logits, weights, indices = out
+    shape = (run.batch_size, -1)
+    weights = run.fire("expert_weights", state, weights.unflatten(0, shape)).flatten(0, 1)
+    return logits, weights, run.fire("expert_indices", state, indices.unflatten(0, shape)).flatten(0, 1)
 
 
 def _pos_embed_out(run: Run, state: State, y: Tensor, x: Tensor) -> Tensor:
@@ -265,11 +327,11 @@ def _by_head(x: Tensor, n: int) -> Tensor:
 
 # in: (run, state, value) -> value; out: (run, state, output, input) -> output
 HANDLERS: dict[str, Callable[..., Tensor]] = {
-    "embed.out": _fires("embeddings"),
+    "embed_end.out": _embed_out,
     "pos_embed.out": _pos_embed_out,
     "block.in": _block_in,
     "attn.in": _attn_in,
-    "q.out": _projection_out("q", "q"),
+    "q.out": _q_out,
     "k.out": _projection_out("k", "k"),
     "v.out": _projection_out("v", "value"),
     "qkv.out": _qkv_out,
@@ -278,16 +340,16 @@ HANDLERS: dict[str, Callable[..., Tensor]] = {
     "k_norm.in": _qk_norm_in("k_norm"),
     "k_norm.out": _qk_norm_out("k_norm"),
     "o.in": _o_in,
-    "o.out": _o_out,
-    "attn.out": _attn_out,
+    "attn_end.out": _attn_end,
     "attn_post_norm.out": _attn_post_norm_out,
     "mlp_norm.in": _mlp_norm_in,
-    "mlp.in": _mlp_in,
+    "mlp_start.in": _mlp_in,
     "gate.out": _fires("mlp_pre"),
     "up.out": _up_out,
     "gate_up.out": _gate_up_out,
     "down.in": _fires("mlp_act"),
-    "mlp.out": _mlp_out,
+    "mlp_end.out": _mlp_end,
+    "router.out": _router_out,
     "mlp_post_norm.out": _norm_out("mlp_post_norm", "mlp_out_post"),
     "block.out": _fires("resid_post"),
     "final_norm.out": _norm_out("final_norm", "final_norm"),

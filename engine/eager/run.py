@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from engine.eager.places import HANDLERS, PLACES
+from engine.eager.inside import WATCHED
+from engine.eager.places import HANDLERS, INSIDE, PLACES
 from engine.eager.resolve import Layer, Norm, Tree
 from engine.points import Address
 from engine.seam import Weights
@@ -54,7 +55,7 @@ class Run:
         self.check, self.firing = check, False
         self.outside = State(None)
         self.states = [State(layer) for layer in tree.layers]
-        self._by_attention = {id(state.layer.attn): state for state in self.states}
+        self._by_attention = {id(state.layer.inner): state for state in self.states}
         self._armed: set[tuple[int, str]] = set()
         self._handles: list[Any] = []
 
@@ -74,7 +75,7 @@ class Run:
     def __exit__(self, *_: object) -> None:
         _current.reset(self._token)
         self.taps.on_add = None
-        for handle in self._handles:
+        for handle in reversed(self._handles):
             handle.remove()
         self.states = []
 
@@ -117,24 +118,53 @@ class Run:
         state = self.outside if address.layer is None else self.states[address.layer]
         if state.layer is not None and (id(state.layer.block), "around") not in self._armed:
             self._armed.add((id(state.layer.block), "around"))
-            for around in (state.layer.block, state.layer.attn, state.layer.mlp):
+            for around in (state.layer.block, state.layer.attn, state.layer.mlp or state.layer.block):
                 self._handles.append(around.register_forward_hook(_nothing))
             self._arm_places(_RECORDED, state)
         self._arm_places(PLACES[address.point], state)
+        if address.point in WATCHED and (address.point not in INSIDE or not self.tree.exchanged):
+            self._watch(*WATCHED[address.point], state)
+
+    def _watch(self, role: str, mode: type, state: State) -> None:
+        """Runs the forward of a module under a mode that sees the torch functions it calls."""
+        module = state.layer.module(role)
+        if (id(module), role) in self._armed:
+            return
+        self._armed.add((id(module), role))
+        before = vars(module).get("forward")
+        forward = module.forward
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if current_run() is not self:
+                return forward(*args, **kwargs)
+            with mode(self, state):
+                return forward(*args, **kwargs)
+
+        module.forward = watched
+        self._handles.append(_Restored(module, before))
 
     def _arm_places(self, places: tuple[str, ...], state: State) -> None:
         for place in places:
-            role, side = place.split(".")
-            module = self._module(role, state)
+            module = self._module(place.split(".")[0], state)
             if module is not None and (id(module), place) not in self._armed:
                 self._armed.add((id(module), place))
-                self._install(HANDLERS[place], module, side, state)
+                self._install(place, module, state)
 
-    def _install(self, handler: Callable[..., Tensor], module: nn.Module, side: str, state: State) -> None:
-        if side == "in":
-            self.on_input(module, lambda x: handler(self, state, x))
+    def _install(self, place: str, module: nn.Module, state: State) -> None:
+        handler = HANDLERS[place]
+        if place == "router.out":
+            hook = lambda _, args, out: handler(self, state, out, args[0]) if current_run() is self else None  # noqa: E731
+            self._handles.append(module.register_forward_hook(hook))
+        elif place.endswith(".in"):
+            self.on_input(module, lambda x: self._by_rows(state, lambda x: handler(self, state, x), x))
         else:
-            self.on_output(module, lambda y, x: handler(self, state, y, x))
+            self.on_output(module, lambda y, x: self._by_rows(state, lambda y, x: handler(self, state, y, x), y, x))
+
+    def _by_rows(self, state: State, act: Callable[..., Tensor], *values: Tensor) -> Tensor:
+        """Calls `act` on values with a batch axis, where a family has made one axis of batch and position."""
+        if state.layer is None or values[0].dim() != 2:
+            return act(*values)
+        return act(*(value.unflatten(0, (self.batch_size, -1)) for value in values)).flatten(0, 1)
 
     def _module(self, role: str, state: State) -> nn.Module | None:
         if state.layer is not None:
@@ -155,13 +185,16 @@ class Run:
         address = Address(point, state.index)
         if address not in self.taps:
             return value
-        if self.grad and self.taps.writes(address):
+        writes = self.taps.writes(address)
+        if self.grad and writes:
             value = value.clone()  # an edit in place must touch neither what autograd saved nor a leaf
+        apart = point in self.tree.edited_in_place  # the model goes on to overwrite the tensor that it is given back
         self.firing = True
         try:
-            return self.taps.fire(address, value)
+            result = self.taps.fire(address, value.clone() if apart else value)
         finally:
             self.firing = False
+        return result if not apart else result.clone() if writes else value
 
     def fire_copy(self, point: str, state: State, value: Tensor) -> tuple[Tensor, bool]:
         """Fires on a copy, for a value that the model does not itself hold; also tells whether it must be carried back.
@@ -172,6 +205,19 @@ class Run:
             return self.fire(point, state, value), False
         result = self.fire(point, state, value if self.grad else value.clone())
         return result, self.grad or not same(value, result)
+
+
+class _Restored:
+    """Gives a module its own forward back when a run is over."""
+
+    def __init__(self, module: nn.Module, before: Any) -> None:
+        self._module, self._before = module, before
+
+    def remove(self) -> None:
+        if self._before is None:
+            del self._module.forward
+        else:
+            self._module.forward = self._before
 
 
 def _nothing(*_: object) -> None:

@@ -18,6 +18,7 @@ from engine.seam import Batch
 from engine.taps import Tap
 
 if TYPE_CHECKING:
+    from engine.eager.resolve import Norm
     from engine.eager.engine import EagerEngine
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}  # of the largest magnitude
@@ -33,17 +34,15 @@ def self_check(engine: EagerEngine) -> dict[str, str]:
     facts = engine.facts
     n = min(5, facts.n_ctx, facts.d_vocab)
     batch = Batch(torch.arange(n, device=facts.device)[None] * (facts.d_vocab // n))
-    seen: dict[Address, Tensor] = {}
-    taps = [Tap(a, lambda value, a=a: seen.__setitem__(a, value.detach()), reads=True) for a in _served(engine)]
     plain = engine.run(batch, ())
     try:
-        tapped = engine.run(batch, taps)
+        tapped, seen = _read_all(engine, batch)
     except Exception as error:
-        message = f"{facts.architecture} does not fit the table of roles: reading every point fails ({error})"
-        raise LoadFailed(message) from error
-    unproved: dict[str, str] = {}
-    for promise, points, pair in _checks(engine, batch, seen, tapped, plain):
-        error = _relative_error(pair)
+        raise LoadFailed(f"{facts.architecture} does not fit the table of roles: reading every point fails ({error})") from error
+    silent = {address.point for address in _served(engine)} - {address.point for address in seen}
+    unproved = {point: "the forward of this family does not go through it" for point in silent}
+    for promise, points, sides in _checks(engine, batch, seen, tapped, plain):
+        error = _relative_error(sides)
         if error <= _TOLERANCE[facts.dtype]:
             continue
         if set(points) & set(_STREAM):
@@ -55,13 +54,31 @@ def self_check(engine: EagerEngine) -> dict[str, str]:
     return unproved
 
 
+def _read_all(engine: EagerEngine, batch: Batch) -> tuple[Tensor, dict[Address, Tensor]]:
+    """The logits and the value of every point. Points whose value the model goes on to edit in place are noted, and from
+    then on handed out as copies."""
+    seen: dict[Address, Tensor] = {}
+    versions: dict[Address, int] = {}
+
+    def keep(address: Address, value: Tensor) -> None:
+        seen[address], versions[address] = value, value._version
+
+    taps = [Tap(a, lambda value, a=a: keep(a, value), reads=True) for a in _served(engine)]
+    logits = engine.run(batch, taps)
+    edited = {address.point for address, value in seen.items() if value._version != versions[address]}
+    if not edited:
+        return logits, seen
+    engine.tree.edited_in_place |= edited
+    return engine.run(batch, taps), seen
+
+
 _INSIDE = ("q_rot", "k_rot", "attn_scores", "attn_probs")
 _BRANCH = ("attn_stream_in", "q_input", "k_input", "v_input")  # copies of the stream; they rest on the norm's identity
 # norm -> what it reads, what it makes, and the points besides its own that rest on the one and on the other
 _NORMS = {
     "attn_norm": ("resid_pre", "attn_in", _BRANCH, _BRANCH),
-    "q_norm": ("q", "q_norm_out", ("q_norm_in",), ()),
-    "k_norm": ("k", "k_norm_out", ("k_norm_in",), ()),
+    "q_norm": ("q_norm_in", "q_norm_out", ("q_norm_in",), ()),
+    "k_norm": ("k_norm_in", "k_norm_out", ("k_norm_in",), ()),
     "attn_post_norm": ("attn_out", "attn_out_post", ("attn_out_post",), ()),
     "mlp_norm": ("resid_mid", "mlp_in", ("mlp_stream_in", "resid_mid"), ("mlp_stream_in",)),
     "mlp_post_norm": ("mlp_out", "mlp_out_post", ("mlp_out_post",), ()),
@@ -76,23 +93,17 @@ def _served(engine: EagerEngine) -> Iterator[Address]:
                 yield address
 
 
-def _checks(
-    engine: EagerEngine, batch: Batch, seen: dict[Address, Tensor], tapped: Tensor, plain: Tensor
-) -> Iterator[Check]:
+def _checks(engine: EagerEngine, batch: Batch, seen: dict[Address, Tensor], tapped: Tensor, plain: Tensor) -> Iterator[Check]:
     yield "the explicit attention gives the checkpoint's own logits", _INSIDE, lambda: (tapped, plain)
     yield from _global_checks(engine, batch, lambda point, layer=None: seen[Address(point, layer)])
     for layer in range(engine.facts.n_layers):
-
-        def at(point: str, layer: int = layer) -> Tensor | None:
-            return seen.get(Address(point, layer))
-
-        yield from _norm_checks(engine, layer, at)
-        yield from _layer_checks(engine, layer, at)
+        yield from _layer_checks(engine, layer, lambda point: seen.get(Address(point, layer)))  # noqa: B023  used at once
 
 
 def _global_checks(engine: EagerEngine, batch: Batch, at: Callable[..., Tensor]) -> Iterator[Check]:
-    weights, facts = engine.weights, engine.facts
-    yield "embeddings = W_E[tokens]", ("embeddings",), lambda: (at("embeddings"), weights("embed")[batch.tokens])
+    weights, facts, tree = engine.weights, engine.facts, engine.tree
+    if not facts.embed_norm:
+        yield "embeddings = W_E[tokens]", ("embeddings",), lambda: (at("embeddings"), weights("embed")[batch.tokens])
     learned = facts.positions == "learned"
     yield (
         "resid_pre.0 = embeddings (+ pos_embed)",
@@ -101,97 +112,161 @@ def _global_checks(engine: EagerEngine, batch: Batch, at: Callable[..., Tensor])
     )
     for layer in range(1, facts.n_layers):
         promise = f"resid_pre.{layer} = resid_post.{layer - 1}"
-        yield promise, ("resid_pre",), lambda: (at("resid_pre", layer), at("resid_post", layer - 1))
-    finish = engine.tree.final_norm.finish
+        yield promise, ("resid_pre",), lambda: (at("resid_pre", layer), at("resid_post", layer - 1))  # noqa: B023
     yield (
         "final_norm = normalized * gain + bias",
         ("final_norm",),
-        lambda: (at("final_norm"), finish(at("final_norm_normalized"), facts.dtype)),
+        lambda: (at("final_norm"), tree.final_norm.finish(at("final_norm_normalized"), facts.dtype)),
     )
     yield (
         "lm_head = final_norm W_U + b_U",
         ("lm_head",),
         lambda: (at("lm_head"), at("final_norm") @ weights("unembed") + weights("unembed_bias")),
     )
-    cap = facts.logit_softcap
+
+    def capped() -> Tensor:
+        scaled, cap = at("lm_head") * tree.logit_scale, facts.logit_softcap
+        return scaled if cap is None else cap * torch.tanh(scaled / cap)
+
+    yield "logits = lm_head, scaled and soft-capped as the config says", ("logits",), lambda: (at("logits"), capped())
+
+
+def _layer_checks(engine: EagerEngine, index: int, at: Callable[[str], Tensor | None]) -> Iterator[Check]:
+    """Every identity whose points this layer has."""
+    for needs, points, promise, sides in _identities(engine, index):
+        values = [at(point) for point in needs]
+        if all(value is not None for value in values):
+            yield f"in layer {index} {promise}", points, lambda: sides(*values)  # noqa: B023
+
+
+Identity = tuple[tuple[str, ...], tuple[str, ...], str, Callable[..., tuple[Tensor, Tensor]]]
+
+
+def _identities(engine: EagerEngine, index: int) -> Iterator[Identity]:
+    """(points it needs, points that rest on it, what is promised, the two sides from the needed values)."""
+    layer, facts = engine.tree.layers[index], engine.facts
+    weight = lambda name: engine.weights(name, index)  # noqa: E731
     yield (
-        "logits = lm_head, soft-capped where the config says so",
-        ("logits",),
-        lambda: (at("logits"), at("lm_head") if cap is None else cap * torch.tanh(at("lm_head") / cap)),
-    )
-
-
-def _norm_checks(engine: EagerEngine, layer: int, at: Callable[[str], Tensor]) -> Iterator[Check]:
-    for role, norm in engine.tree.layers[layer].norms.items():
-        reads, makes, rest_on_input, rest_on_formula = _NORMS[role]
-        reads = "resid_pre" if at(reads) is None else reads  # parallel blocks have no stream between
-        own = (f"{role}_scale", f"{role}_normalized")
-
-        def expected() -> Tensor:
-            divided, scale = norm.parts(at(reads))
-            return divided / scale
-
-        yield f"in layer {layer} {role} reads {reads}", (*own, *rest_on_input), lambda: (at(own[1]), expected())
-        yield (
-            f"in layer {layer} {makes} = normalized * gain + bias",
-            (*own, *rest_on_formula),
-            lambda: (at(makes), norm.finish(at(own[1]), engine.facts.dtype)),
-        )
-
-
-def _layer_checks(engine: EagerEngine, layer: int, at: Callable[[str], Tensor]) -> Iterator[Check]:
-    facts, parts, here = engine.facts, engine.tree.layers[layer].parts, f"in layer {layer} "
-
-    def linear(x: str, name: str) -> Tensor:
-        return at(x) @ engine.weights(name, layer) + engine.weights(f"{name}_bias", layer)
-
-    def projected(part: str) -> Tensor:
-        weight, bias = engine.weights(part, layer), engine.weights(f"{part}_bias", layer)
-        return torch.einsum("bpd,hdk->bphk", at("attn_in"), weight) + bias
-
-    def lengths(part: str) -> tuple[Tensor, Tensor]:
-        before = at(f"{part}_norm_out") if facts.qk_norm else at(part)
-        return at(f"{part}_rot").float().norm(dim=-1), before.float().norm(dim=-1)
-
-    def mixed() -> Tensor:
-        values = at("value").repeat_interleave(facts.n_heads // facts.n_kv_heads, dim=2)
-        return torch.einsum("bhqk,bkhd->bqhd", at("attn_probs"), values)
-
-    def activated() -> Tensor:
-        activated = parts["act"](at("mlp_pre"))
-        return activated * at("mlp_pre_linear") if facts.gated_mlp else activated
-
-    yield (
-        here + "resid_post = resid_pre + attn_out_post + mlp_out_post",
+        ("resid_pre", "attn_out_post", "mlp_out_post", "resid_post"),
         _STREAM[:4],
-        lambda: (at("resid_post"), at("resid_pre") + at("attn_out_post") + at("mlp_out_post")),
+        "resid_post = resid_pre + attn_out_post + mlp_out_post",
+        lambda pre, attn, mlp, post: (post, pre + attn + mlp),
     )
+    if layer.module("mlp_end") is None:
+        yield (
+            ("resid_pre", "attn_out_post", "resid_post"),
+            _STREAM[:4],
+            "resid_post = resid_pre + attn_out_post",
+            lambda pre, attn, post: (post, pre + attn),
+        )
+    for role, norm in layer.norms.items():
+        reads, makes, rest_on_input, rest_on_formula = _NORMS[role]
+        reads = "resid_pre" if role == "mlp_norm" and layer.parallel else reads
+        own = (f"{role}_scale", f"{role}_normalized")
+        yield (
+            (reads, own[1]),
+            (*own, *rest_on_input),
+            f"{role} reads {reads}",
+            lambda x, normalized, norm=norm: (normalized, _normalized(norm, x)),
+        )
+        yield (
+            (own[1], makes),
+            (*own, *rest_on_formula),
+            f"{makes} = normalized * gain + bias",
+            lambda normalized, out, norm=norm: (out, _finished(norm, normalized, facts.dtype)),
+        )
     for part, point in (("q", "q"), ("k", "k"), ("v", "value")):
-        yield f"{here}{point} = attn_in W + b", (point, f"{part}_input"), lambda: (at(point), projected(part))
-    for part in "qk":  # a rotation keeps lengths
-        yield f"{here}{part}_rot is {part} rotated", (part, f"{part}_input", f"{part}_rot"), lambda: lengths(part)
-    yield here + "z = pattern value", ("value", "v_input", "z", "attn_probs"), lambda: (at("z"), mixed())
+        yield (
+            ("attn_in", point),
+            (point, f"{part}_input"),
+            f"{point} = attn_in W + b",
+            lambda x, out, part=part: (out, torch.einsum("bpd,hdk->bphk", x, weight(part)) + weight(f"{part}_bias")),
+        )
+    for part in "qk":
+        before = f"{part}_norm_out" if f"{part}_norm" in layer.norms else part
+        yield (
+            (before, f"{part}_rot"),
+            (part, f"{part}_input", f"{part}_rot"),
+            f"{part}_rot is {part} rotated",
+            lambda x, rotated: (_lengths(rotated), _lengths(x)),
+        )
+    mixed = lambda pattern, value: torch.einsum("bhqk,bkhd->bqhd", pattern, _per_query_head(value, pattern))  # noqa: E731
+    if layer.gated_q:
+        yield (
+            ("attn_probs", "value", "attn_gate", "z"),
+            ("value", "v_input", "z", "attn_probs", "attn_gate"),
+            "z = pattern value sigmoid(gate)",
+            lambda pattern, value, gate, z: (z, mixed(pattern, value) * torch.sigmoid(gate)),
+        )
+    else:
+        yield (
+            ("attn_probs", "value", "z"),
+            ("value", "v_input", "z", "attn_probs"),
+            "z = pattern value",
+            lambda pattern, value, z: (z, mixed(pattern, value)),
+        )
     yield (
-        here + "attn_out = sum of results + b_O",
+        ("attn_result", "attn_out"),
         ("attn_result",),
-        lambda: (at("attn_out"), at("attn_result").sum(2) + engine.weights("o_bias", layer)),
+        "attn_out = sum of results + b_O",
+        lambda result, out: (out, result.sum(2) + weight("o_bias")),
     )
-    gated = {"mlp_pre": "mlp_gate", "mlp_pre_linear": "mlp_in"}
-    for point, name in gated.items() if facts.gated_mlp else [("mlp_pre", "mlp_in")]:
-        yield f"{here}{point} = mlp_in W + b", (point,), lambda: (at(point), linear("mlp_in", name))
-    yield here + "mlp_out = mlp_act W_out + b_out", ("mlp_act",), lambda: (at("mlp_out"), linear("mlp_act", "mlp_out"))
-    if "act" in parts:
-        promise = here + "mlp_act = act(mlp_pre), times mlp_pre_linear where gated"
-        yield promise, ("mlp_pre", "mlp_pre_linear"), lambda: (at("mlp_act"), activated())
+    yield (
+        ("mlp_act", "mlp_out"),
+        ("mlp_act",),
+        "mlp_out = mlp_act W_out + b_out",
+        lambda act, out: (out, act @ weight("mlp_out") + weight("mlp_out_bias")),
+    )
+    gated = bool({"gate", "gate_up"} & layer.parts.keys())
+    for point, name in (("mlp_pre", "mlp_gate"), ("mlp_pre_linear", "mlp_in")) if gated else (("mlp_pre", "mlp_in"),):
+        yield (
+            ("mlp_in", point),
+            (point,),
+            f"{point} = mlp_in W + b",
+            lambda x, pre, name=name: (pre, x @ weight(name) + weight(f"{name}_bias")),
+        )
+    act = layer.parts.get("act")
+    if act is not None and gated:
+        yield (
+            ("mlp_pre", "mlp_pre_linear", "mlp_act"),
+            ("mlp_pre", "mlp_pre_linear"),
+            "mlp_act = act(mlp_pre) * mlp_pre_linear",
+            lambda pre, linear, out: (out, act(pre) * linear),
+        )
+    elif act is not None:
+        yield (("mlp_pre", "mlp_act"), ("mlp_pre",), "mlp_act = act(mlp_pre)", lambda pre, out: (out, act(pre)))
 
 
-def _relative_error(pair: Callable[[], tuple[Tensor, Tensor]]) -> float:
+def _normalized(norm: Norm, x: Tensor) -> Tensor:
+    if norm.gain.numel() in (1, x.shape[-1]):
+        return torch.div(*norm.parts(x))
+    return torch.div(*norm.parts(x.flatten(-2))).view(x.shape)
+
+
+def _finished(norm: Norm, normalized: Tensor, dtype: torch.dtype) -> Tensor:
+    """A norm's output; one that goes over all heads of q or k together has a gain as wide as all of them."""
+    if norm.gain.numel() in (1, normalized.shape[-1]):
+        return norm.finish(normalized, dtype)
+    return norm.finish(normalized.flatten(-2), dtype).view(normalized.shape)
+
+
+def _lengths(x: Tensor) -> Tensor:
+    """A rotation keeps lengths, up to a factor that some families put on all queries."""
+    lengths = x.float().norm(dim=-1)
+    return lengths / lengths.norm()
+
+
+def _per_query_head(value: Tensor, pattern: Tensor) -> Tensor:
+    return value.repeat_interleave(pattern.shape[1] // value.shape[2], dim=2)
+
+
+def _relative_error(sides: Callable[[], tuple[Tensor, Tensor]]) -> float:
     """Infinite where the two sides do not even fit together."""
     try:
-        got, expected = pair()
+        got, expected = sides()
     except (RuntimeError, TypeError, AttributeError, KeyError):  # shapes that do not fit, a value that is not there
         return float("inf")
-    if got is None or expected is None or got.shape != expected.shape:
+    if got.shape != expected.shape:
         return float("inf")
     got, expected = got.double(), expected.double()
     error = (got - expected).abs().max() / expected.abs().max().clamp(min=1e-9)

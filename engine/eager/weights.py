@@ -54,7 +54,7 @@ class EagerWeights:
             _write_norm(norm, name.endswith("_bias"), value)
             return
         if name == "embed":
-            value = value / torch.as_tensor(getattr(tree.embed, "embed_scale", 1.0)).to(value)
+            value = value / torch.as_tensor(getattr(tree.embed, "embed_scale", tree.embed_scale)).to(value)
             tree.embed.weight.copy_(value)
             return
         if name.endswith("_bias"):
@@ -98,6 +98,10 @@ def untie(tree: Tree) -> None:
 
 
 def _write_norm(norm: Norm, of_bias: bool, value: Tensor) -> None:
+    if not hasattr(norm.module, "weight"):
+        if not of_bias and (value == 1).all() or of_bias and not value.any():
+            return
+        raise Refused(f"{type(norm.module).__name__} has no weight that could hold this edit")
     if not of_bias:
         norm.module.weight.copy_(value - norm.offset)
     elif getattr(norm.module, "bias", None) is not None:
@@ -122,19 +126,30 @@ def _owner(tree: Tree, layer: Layer | None, name: str) -> nn.Module:
     return layer.parts[role] if role in layer.parts else layer.parts[fused[role]]
 
 
-def _embedding(module: nn.Module) -> Tensor:
-    weight = getattr(module, "base_layer", module).weight
-    scale = getattr(module, "embed_scale", None)  # Gemma multiplies inside its embedding module
-    return weight if scale is None else weight * torch.as_tensor(scale).to(weight)
+def _embedding(tree: Tree) -> Tensor:
+    weight = getattr(tree.embed, "base_layer", tree.embed).weight
+    scale = getattr(tree.embed, "embed_scale", None)  # Gemma multiplies inside its embedding module
+    scale = tree.embed_scale if scale is None else scale
+    return weight if scale == 1 else weight * torch.as_tensor(scale).to(weight)
 
 
-def _qkv(tree: Tree, layer: Layer, part: str, of_bias: bool) -> Tensor:
+def _positions(tree: Tree) -> Tensor | None:
+    """Row i is position i; OPT's table has two rows before that."""
+    return None if tree.pos_embed is None else tree.pos_embed.weight[getattr(tree.pos_embed, "offset", 0) :]
+
+
+def _qkv(tree: Tree, layer: Layer, part: str, of_bias: bool) -> Tensor | None:
     """A projection as `[heads, D, dh]`, or its bias `[heads, dh]`."""
     fused = part not in layer.parts
-    module = layer.parts["qkv" if fused else part]
+    module = layer.parts.get("qkv" if fused else part)
+    if module is None:
+        return None
     weight = matrix(module)
     flat = bias(module, weight) if of_bias else weight
-    split = layer.layout.split(flat, tree.heads)["qkv".index(part)] if fused else flat.unflatten(-1, (-1, tree.heads.d))
+    if fused:
+        split = layer.layout.split(flat, tree.heads)["qkv".index(part)]
+    else:  # a gate may stand behind a query
+        split = flat.unflatten(-1, (tree.heads.n if part == "q" else tree.heads.n_kv, -1))[..., : tree.heads.d]
     return split if of_bias else split.transpose(0, 1)
 
 
@@ -151,24 +166,29 @@ def _mlp(layer: Layer, role: str, of_bias: bool) -> Tensor | None:
     return value if half is None else value.chunk(2, -1)[half]
 
 
-def _output(tree: Tree, layer: Layer, of_bias: bool) -> Tensor:
+def _output(tree: Tree, layer: Layer, of_bias: bool) -> Tensor | None:
+    if "o" not in layer.parts:
+        return None
     weight = matrix(layer.parts["o"])
     return bias(layer.parts["o"], weight) if of_bias else weight.unflatten(0, (tree.heads.n, -1))
 
 
-def _norm(norm: Norm | None, of_bias: bool) -> Tensor | None:
+def _norm(tree: Tree, norm: Norm | None, of_bias: bool) -> Tensor | None:
     if norm is None:
         return None
+    if not hasattr(norm.module, "weight"):  # OLMo's norms have none
+        width = tree.embed.weight.shape[-1]
+        return tree.embed.weight.new_zeros(width) if of_bias else tree.embed.weight.new_ones(width)
     return (norm.bias if of_bias else norm.gain).to(norm.module.weight.dtype)
 
 
 Reader = Callable[[Tree, Layer | None], Tensor | None]
 
 _GLOBAL: dict[str, Reader] = {
-    "embed": lambda tree, _: _embedding(tree.embed),
-    "pos_embed": lambda tree, _: None if tree.pos_embed is None else tree.pos_embed.weight,
-    "final_norm_gain": lambda tree, _: _norm(tree.final_norm, False),
-    "final_norm_bias": lambda tree, _: _norm(tree.final_norm, True),
+    "embed": lambda tree, _: _embedding(tree),
+    "pos_embed": lambda tree, _: _positions(tree),
+    "final_norm_gain": lambda tree, _: _norm(tree, tree.final_norm, False),
+    "final_norm_bias": lambda tree, _: _norm(tree, tree.final_norm, True),
     "unembed": lambda tree, _: matrix(tree.lm_head),
     "unembed_bias": lambda tree, _: bias(tree.lm_head, matrix(tree.lm_head)),
 }
@@ -187,5 +207,5 @@ for _part in "qkv":
     _LAYERED[_part] = lambda tree, layer, part=_part: _qkv(tree, layer, part, False)
     _LAYERED[f"{_part}_bias"] = lambda tree, layer, part=_part: _qkv(tree, layer, part, True)
 for _role in NORMS:
-    _LAYERED[f"{_role}_gain"] = lambda tree, layer, role=_role: _norm(layer.norms.get(role), False)
-    _LAYERED[f"{_role}_bias"] = lambda tree, layer, role=_role: _norm(layer.norms.get(role), True)
+    _LAYERED[f"{_role}_gain"] = lambda tree, layer, role=_role: _norm(tree, layer.norms.get(role), False)
+    _LAYERED[f"{_role}_bias"] = lambda tree, layer, role=_role: _norm(tree, layer.norms.get(role), True)
