@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from compat.tlens import components
 from compat.tlens.ActivationCache import ActivationCache
 from compat.tlens.circuits import CircuitMethods
-from compat.tlens.errors import BadArgument, require
+from compat.tlens.errors import require
 from compat.tlens.hook_points import HookPoint
 from compat.tlens.HookedRootModule import HookedRootModule
 from compat.tlens.HookedTransformerConfig import HookedTransformerConfig, config_from_facts

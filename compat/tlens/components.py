@@ -1,7 +1,7 @@
 """The tree that a program walks: `model.blocks[3].attn.hook_z`, `model.unembed.W_U`, and so on.
 
-Modules hold hook points and show weights; the engine does the work of a forward. Called on their own, the small ones compute
-with the processed weights, and a block or its attention asks the engine to run that one layer.
+Modules hold hook points and show weights; the engine does the work of a forward. Called on their own, the small ones
+compute with the processed weights, and a block or its attention asks the engine to run that one layer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from compat.tlens.parameters import ModelParameters, NoParametersApart, Weight, 
 from compat.tlens.utils import get_offset_position_ids
 from engine.errors import Refused
 from engine.seam import Facts
-
 
 NO_CACHE = "call the model without past_kv_cache, or generate with use_past_kv_cache=False"
 
@@ -181,7 +180,7 @@ class AbstractAttention(WeightModule):
         attention_mask: Tensor | None = None,
         position_bias: Tensor | None = None,
     ) -> Tensor:
-        """The layer's attention on normalized inputs `[batch, pos, d_model]`, as the model's own forward computes it."""
+        """The layer's attention on normalized inputs `[batch, pos, d_model]`, as the model's forward computes it."""
         if not (past_kv_cache_entry is additive_attention_mask is position_bias is None):
             raise Refused(
                 f"attention called on its own takes no cache entry, additive mask or position bias; {NO_CACHE}"

@@ -1,7 +1,7 @@
 """Which places of a model's tree are live, as taps for one forward.
 
-A hook point with anything on it is live, and so is whatever has taken a hook point's or a container's place. What is not live
-costs nothing; what cannot be served is refused, never ignored.
+A hook point with anything on it is live, and so is whatever has taken a hook point's or a container's place. What is
+not live costs nothing; what cannot be served is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from mappers import tlens as mapper
 class Container:
     """A module that holds others: the points at which a forward enters and leaves it.
 
-    The hook points at these two come before it on the way in and after it on the way out, but for `inside`, its own first
-    and last hook point.
+    The hook points at these two come before it on the way in and after it on the way out, but for `inside`, its own
+    first and last hook point.
     """
 
     path: str
@@ -86,7 +86,7 @@ def live_taps(
 ) -> list[Tap]:
     """Taps for every live place of `model`, in the order in which a forward meets them at one address.
 
-    leave_out: rows that stay silent. alone: a block or an attention that is called itself; only what is in it is tapped.
+    leave_out: rows that stay silent. alone: a block or attention that is called itself; only what is in it is tapped.
     """
     forward = Forward(model, shown, mask, cached)
     roots = _roots(model, alone)
@@ -223,15 +223,15 @@ def _refuse_other_norms(model: Any, roots: Roots, replaced: set[tuple[str, int |
             norm = _descend(root, path) if (path.split(".")[0], layer) not in replaced else None
             if norm is not None and (not _is_own(norm, model, layer) or norm.norm_name != name or _hooked(norm)):
                 raise Refused(
-                    f"{path} was replaced, or has a torch hook or another forward; norms run inside the engine. Use its "
-                    "hook_scale and hook_normalized instead"
+                    f"{path} was replaced, or has a torch hook or another forward; norms run inside the engine. Use "
+                    "its hook_scale and hook_normalized instead"
                 )
 
 
 def _container_taps(
     forward: Forward, container: Container, module: nn.Module, layer: int | None, own: bool
 ) -> list[tuple[float, Tap]]:
-    """What stands in a container's place, or the torch hooks on it, as a tap where it is entered and one where it is left.
+    """What stands in a container's place, or the torch hooks on it: a tap where it is entered, one where it is left.
 
     Each with its rank among the hook points.
     """

@@ -1,9 +1,10 @@
-"""The weights a program sees under TransformerLens' names: processed, computed on first use, and never lost when edited.
+"""The weights a program sees under TransformerLens' names: processed, computed on first use, never lost when edited.
 
-A weight handed out is a tensor of its own. Before each forward the ones handed out are compared with their checksums; on the
-first edit the processed weights are written into the model (as TransformerLens does at load), and the edit with them. The
-other way round, a weight handed out follows what others do to the raw parameters: an optimiser's step shows the next time the
-model is asked for a weight or for a forward, an edit through a raw parameter's `.data` at the next forward.
+A weight handed out is a tensor of its own. Before each forward the ones handed out are compared with their checksums;
+on the first edit the processed weights are written into the model (as TransformerLens does at load), and the edit with
+them. The other way round, a weight handed out follows what others do to the raw parameters: an optimiser's step shows
+the next time the model is asked for a weight or a forward, an edit through a raw parameter's `.data` at the next
+forward.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from engine.processed import Processed
 
 
 class Weight:
-    """A weight of a tree module as an attribute: `block.attn.W_Q`. `repeat` shows K heads as H, as grouped attention does."""
+    """A weight of a tree module as an attribute: `block.attn.W_Q`. `repeat` shows K heads as H (grouped attention)."""
 
     def __init__(self, name: str, *, repeat: bool = False) -> None:
         self.name, self.repeat = name, repeat
@@ -37,7 +38,8 @@ class Weight:
     def __set__(self, module: Any, value: Tensor) -> None:
         if self.repeat and module.cfg.n_key_value_heads not in (None, module.cfg.n_heads):
             raise AttributeError(
-                f"this weight is a repeated copy of the key/value heads'; set _{'W' if value.dim() == 3 else 'b'}_K or _V"
+                "this weight is a repeated copy of the key/value heads'; "
+                f"set _{'W' if value.dim() == 3 else 'b'}_K or _V"
             )
         module.parameters_of_model.set(self.name, module.layer_index, value)
 
@@ -99,7 +101,7 @@ class ModelParameters:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around each forward: edits made before it take effect, and one made inside is refused, as it would come too late."""
+        """Around each forward: edits made before it take effect; one made inside comes too late and is refused."""
         self.carry_edits()
         self._forwards += 1
         try:
@@ -114,8 +116,8 @@ class ModelParameters:
         if edited:
             self._compute_again()
             raise Refused(
-                f"{edited[0][0]} was edited while a forward was under way, which had read the weights already; the edit was "
-                "dropped. Edit weights before the forward, or what they compute with a hook"
+                f"{edited[0][0]} was edited while a forward was under way, which had read the weights already; the "
+                "edit was dropped. Edit weights before the forward, or what they compute with a hook"
             )
 
     def carry_edits(self) -> None:
@@ -148,7 +150,8 @@ class ModelParameters:
             gated = key[0] == "mlp_in_bias" and self.processed.engine.facts.gated_mlp
             if gated and not torch.equal(out.tensor, self._compute(key)):
                 raise Refused(
-                    "b_in of a gated MLP is added after the gate, where the model has no bias; add it in a hook on mlp.hook_post"
+                    "b_in of a gated MLP is added after the gate, where the model has no bias; "
+                    "add it in a hook on mlp.hook_post"
                 )
 
     def moved(self) -> None:
@@ -182,7 +185,7 @@ class ModelParameters:
         return tuple((id(p), p._version, p.data_ptr()) for p in self.raw.values())
 
     def _trace(self, key: tuple[str, int | None]) -> int:
-        """A sum over the bits of a raw weight, which an edit through `.data` changes; 0 while nobody asked for the weights."""
+        """A sum over a raw weight's bits, which an edit through `.data` changes; 0 while nobody asked for weights."""
         if not self.lent:
             return 0
         raw = self.processed.engine.weights(*key).detach()
@@ -208,8 +211,8 @@ class ModelParameters:
         self._compute_again()
         if lost:
             raise BadInput(
-                f"{', '.join(lost)} and the parameters underneath were both changed since the last forward, so the edit "
-                "was dropped: take the weight from the model after an optimizer's step, then edit it"
+                f"{', '.join(lost)} and the parameters underneath were both changed since the last forward, so the "
+                "edit was dropped: take the weight from the model after an optimizer's step, then edit it"
             )
 
 
@@ -217,12 +220,12 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class NoParametersApart:
-    """A part of the tree whose weights are not parameters of their own: several may lie in one Hugging Face parameter."""
+    """A part of the tree without parameters of its own: several weights may lie in one Hugging Face parameter."""
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         raise Refused(
-            f"{type(self).__name__} has no parameters of its own; model.named_parameters() has all of them, under their "
-            "Hugging Face names, and the weights themselves are attributes such as W_Q"
+            f"{type(self).__name__} has no parameters of its own; model.named_parameters() has all of them, under "
+            "their Hugging Face names, and the weights themselves are attributes such as W_Q"
         )
 
 

@@ -106,6 +106,7 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize("name", tiny.FEW)
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_replacement_that_cannot_stand_in_is_refused_with_the_point_what_came_and_what_was_due(
     engine: EagerEngine, usable: None, kind: str

@@ -59,6 +59,7 @@ def test_the_gradient_at_every_point_is_the_textbooks(
     assert {address: error for address, error in off.items() if error > TOLERANCE} == {}
 
 
+@pytest.mark.parametrize("name", tiny.FEW)
 def test_the_gradient_is_what_finite_differences_say(name: str) -> None:
     """An independent route, in float64: one random direction at each point of one layer."""
     engine, layer = tiny.new_engine(name, torch.float64), 1
@@ -88,6 +89,7 @@ def test_the_gradient_is_what_finite_differences_say(name: str) -> None:
     assert {address: error for address, error in off.items() if error > 2e-3} == {}
 
 
+@pytest.mark.parametrize("name", tiny.FEW)
 def test_a_gradient_flows_through_what_a_tap_put_in(engine: EagerEngine, book: Textbook) -> None:
     batch = Batch(tiny.prompts(engine.facts.d_vocab))
     off = {}

@@ -105,7 +105,8 @@ def test_no_run_leaves_a_hook_or_a_patched_forward_behind(name: str, engine: Eag
     engine.model.zero_grad()
 
 
-def test_what_a_tap_raises_comes_through_untouched_with_the_users_own_line(engine: EagerEngine) -> None:
+@pytest.mark.parametrize("name", tiny.FEW)
+def test_what_a_tap_raises_comes_through_untouched_with_the_users_own_line(name: str, engine: EagerEngine) -> None:
     mine = UsersOwn("mine")
 
     def raise_mine(x: Tensor) -> None:

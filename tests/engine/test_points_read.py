@@ -94,7 +94,7 @@ def test_a_point_that_the_family_lacks_is_refused_with_the_reason(name: str, eng
 def test_refuses_says_what_run_does(engine: EagerEngine) -> None:
     batch = Batch(tiny.prompts(engine.facts.d_vocab, n=1, length=3))
     for point in POINTS.values():
-        for layer in (0, engine.facts.n_layers - 1, engine.facts.n_layers) if point.layered else (None,):
+        for layer in (1, engine.facts.n_layers) if point.layered else (None,):
             address, called = Address(point.name, layer), []
             reason = engine.refuses(address, "read")
             try:

@@ -58,6 +58,8 @@ _UNLISTED: dict[str, tuple[str, dict[str, Any], float]] = {
     ),
 }
 NAMES = (*hub.NAMES, *_UNLISTED)
+# three that have every mechanism between them, for tests whose loops are long
+FEW = ("gpt2", "EleutherAI/pythia-70m", "gemma-3")
 
 
 def hf_model(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Programs as research notebooks hold them, unmodified: `transformer_lens` is the real library, or ours, with equal results.
+"""Programs as research notebooks hold them, unmodified, on the real library and on ours with equal results.
 
 Ours run in a process of their own, in which `compat.install()` answers the import; each program leaves a `result`.
 """
@@ -40,9 +40,12 @@ def induction_score_hook(pattern, hook: HookPoint):
     score_store[hook.layer()] = stripe.mean(dim=(0, -1))
 
 pattern_hook_names_filter = lambda name: name.endswith("pattern")
-loss = model.run_with_hooks(rep_tokens, return_type="loss", fwd_hooks=[(pattern_hook_names_filter, induction_score_hook)])
-_, cache = model.run_with_cache(rep_tokens, names_filter=[utils.get_act_name("pattern", l) for l in range(model.cfg.n_layers)])
-prev_token = torch.stack([cache["pattern", l].diagonal(dim1=-2, dim2=-1, offset=-1).mean((0, -1)) for l in range(3)])
+fwd_hooks = [(pattern_hook_names_filter, induction_score_hook)]
+loss = model.run_with_hooks(rep_tokens, return_type="loss", fwd_hooks=fwd_hooks)
+names = [utils.get_act_name("pattern", l) for l in range(model.cfg.n_layers)]
+_, cache = model.run_with_cache(rep_tokens, names_filter=names)
+prev = [cache["pattern", l].diagonal(dim1=-2, dim2=-1, offset=-1).mean((0, -1)) for l in range(3)]
+prev_token = torch.stack(prev)
 result = dict(scores=score_store, loss=loss, prev_token=prev_token, names=list(cache.keys()))
 """
 
@@ -73,7 +76,8 @@ by_hand = torch.zeros(model.cfg.n_layers, n)
 for layer in range(model.cfg.n_layers):
     for position in range(n):
         hook_fn = partial(patch_residual_component, pos=position, clean_cache=clean_cache)
-        logits = model.run_with_hooks(corrupted_tokens, fwd_hooks=[(utils.get_act_name("resid_pre", layer), hook_fn)], return_type="logits")
+        fwd_hooks = [(utils.get_act_name("resid_pre", layer), hook_fn)]
+        logits = model.run_with_hooks(corrupted_tokens, fwd_hooks=fwd_hooks, return_type="logits")
         by_hand[layer, position] = metric(logits).item()
 result = dict(
     by_hand=by_hand,
@@ -94,10 +98,13 @@ for name in ("gpt2", "pythia-70m"):
     model.eval()
     tokens = model.to_tokens("the quick brown fox", prepend_bos=True)
     logits, cache = model.run_with_cache(tokens, remove_batch_dim=True)
-    accumulated, labels = cache.accumulated_resid(layer=-1, incl_mid=not model.cfg.parallel_attn_mlp, apply_ln=True, return_labels=True)
+    incl_mid = not model.cfg.parallel_attn_mlp
+    accumulated, labels = cache.accumulated_resid(layer=-1, incl_mid=incl_mid, apply_ln=True, return_labels=True)
     lens = accumulated @ model.W_U + model.b_U
-    by_hand = torch.stack([model.unembed(model.ln_final(cache["resid_post", l][None])) for l in range(model.cfg.n_layers)])
-    for_all |= {f"{name} lens": lens, f"{name} by hand": by_hand, f"{name} labels": labels, f"{name} end": torch.allclose(lens[-1], logits[0], atol=1e-3)}
+    layers = range(model.cfg.n_layers)
+    by_hand = torch.stack([model.unembed(model.ln_final(cache["resid_post", l][None])) for l in layers])
+    for_all |= {f"{name} lens": lens, f"{name} by hand": by_hand, f"{name} labels": labels}
+    for_all |= {f"{name} end": torch.allclose(lens[-1], logits[0], atol=1e-3)}
 result = for_all
 """
 
@@ -191,10 +198,15 @@ def get_cache_fwd_and_bwd(model, tokens, metric):
 clean_value, clean_cache, clean_grad = get_cache_fwd_and_bwd(model, clean, metric)
 corrupted_value, corrupted_cache, corrupted_grad = get_cache_fwd_and_bwd(model, corrupted, metric)
 stack = lambda cache, name: torch.stack([cache[name, l] for l in range(model.cfg.n_layers)])
-head_out = (stack(corrupted_grad, "z") * (stack(clean_cache, "z") - stack(corrupted_cache, "z"))).sum((1, 2, 4))
-pattern = (stack(corrupted_grad, "pattern") * (stack(clean_cache, "pattern") - stack(corrupted_cache, "pattern"))).sum((1, 3, 4))
-resid = (stack(corrupted_grad, "resid_pre") * (stack(clean_cache, "resid_pre") - stack(corrupted_cache, "resid_pre"))).sum((1, 3))
-result = dict(values=torch.tensor([clean_value, corrupted_value]), head_out=head_out, pattern=pattern, resid=resid)
+def attribute(name, dims):
+    return (stack(corrupted_grad, name) * (stack(clean_cache, name) - stack(corrupted_cache, name))).sum(dims)
+result = dict(
+    values=torch.tensor([clean_value, corrupted_value]),
+    head_out=attribute("z", (1, 2, 4)),
+    results=attribute("result", (1, 2, 4)),
+    pattern=attribute("pattern", (1, 3, 4)),
+    resid=attribute("resid_pre", (1, 3)),
+)
 """
 
 SCRIPTS["head ablation sweep"] = """
@@ -216,7 +228,8 @@ def ablate(z, hook, head, value=None):
 for layer in tqdm(range(model.cfg.n_layers), disable=True):
     for head in range(model.cfg.n_heads):
         for store, value in ((zero, None), (mean, means[layer, head])):
-            loss = model.run_with_hooks(tokens, return_type="loss", fwd_hooks=[(utils.get_act_name("z", layer), partial(ablate, head=head, value=value))])
+            hook = (utils.get_act_name("z", layer), partial(ablate, head=head, value=value))
+            loss = model.run_with_hooks(tokens, return_type="loss", fwd_hooks=[hook])
             store[layer, head] = loss - baseline
 result = dict(baseline=baseline, zero=zero, mean=mean)
 """
@@ -245,15 +258,16 @@ replace = lambda act, hook: sae(act)
 _, cache = model.run_with_cache(tokens)
 _, inner = sae.run_with_cache(cache["resid_pre", 2])
 with torch.no_grad():
-    spliced = model.run_with_hooks(tokens, return_type="loss", fwd_hooks=[("blocks.2.hook_resid_pre", replace)])
-    zeroed = model.run_with_hooks(tokens, return_type="loss", fwd_hooks=[("blocks.2.hook_resid_pre", lambda act, hook: torch.zeros_like(act))])
+    point, zero = "blocks.2.hook_resid_pre", lambda act, hook: torch.zeros_like(act)
+    spliced = model.run_with_hooks(tokens, return_type="loss", fwd_hooks=[(point, replace)])
+    zeroed = model.run_with_hooks(tokens, return_type="loss", fwd_hooks=[(point, zero)])
 optimizer = torch.optim.Adam(sae.parameters(), lr=1e-3)
 losses = []
 for _ in range(3):
     loss = model.run_with_hooks(tokens, return_type="loss", fwd_hooks=[("blocks.2.hook_resid_pre", replace)])
     optimizer.zero_grad(); loss.backward(); optimizer.step()
     losses.append(loss.item())
-result = dict(acts=inner["hook_acts"], spliced=spliced, zeroed=zeroed, losses=torch.tensor(losses), trained=sae.W_enc.detach())
+result = dict(acts=inner["hook_acts"], spliced=spliced, zeroed=zeroed, losses=torch.tensor(losses), trained=sae.W_enc)
 """
 
 SCRIPTS["neurons"] = """
@@ -265,16 +279,19 @@ model = HookedTransformer.from_pretrained("google/gemma-2-2b")
 texts = ["the cat sat on the mat", "a dog ran in the park and", "one two three four", "to be or not to be"]
 best = []
 for text in texts:
-    _, cache = model.run_with_cache(text, names_filter=lambda name: name.endswith("mlp.hook_post"), remove_batch_dim=True)
+    names = lambda name: name.endswith("mlp.hook_post")
+    _, cache = model.run_with_cache(text, names_filter=names, remove_batch_dim=True)
     acts = torch.stack([cache[utils.get_act_name("post", l)] for l in range(model.cfg.n_layers)])
     best.append(acts.abs().amax(1))
 best = torch.stack(best)
 layer, neuron = divmod(best.amax(0).argmax().item(), model.cfg.d_mlp)
 def kill(post, hook):
     post[..., neuron] = 0
-killed = [model.run_with_hooks(text, return_type="loss", fwd_hooks=[(f"blocks.{layer}.mlp.hook_post", kill)]).item() for text in texts]
+hooks = [(f"blocks.{layer}.mlp.hook_post", kill)]
+killed = torch.stack([model.run_with_hooks(text, return_type="loss", fwd_hooks=hooks) for text in texts])
 direct = model.W_out[layer, neuron] @ model.W_U
-result = dict(best=best, where=(layer, neuron), killed=torch.tensor(killed), direct=direct, top=model.to_str_tokens(direct.topk(5).indices))
+top = model.to_str_tokens(direct.topk(5).indices)
+result = dict(best=best, where=(layer, neuron), killed=killed, direct=direct, top=top)
 """
 
 SCRIPTS["circuits by their weights"] = """

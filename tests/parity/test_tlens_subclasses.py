@@ -41,7 +41,7 @@ def compare(program: Callable[[ModuleType], Seen]) -> None:
             assert ours[name] == expected, name
 
 
-# --- in the manner of SAELens ------------------------------------------------------------------------------------------
+# --- in the manner of SAELens -----------------------------------------------------------------------------------------
 
 
 def sae_class(library: ModuleType) -> type:

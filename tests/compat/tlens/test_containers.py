@@ -1,4 +1,4 @@
-"""What stands in a container's place is called the way TransformerLens calls it; the container's own insides go quiet."""
+"""What stands in a container's place is called as TransformerLens calls it; the container's own insides go quiet."""
 
 from __future__ import annotations
 

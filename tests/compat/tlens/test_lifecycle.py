@@ -1,4 +1,4 @@
-"""A model over its life: context levels of hooks, training and freezing, casting, copying, pickling, and being let go of."""
+"""A model over its life: hooks at several depths, training, freezing, casting, copying, and being let go of."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_gradients_are_on_by_default_and_follow_torchs_switches(model: HookedTra
 
 
 def test_parameters_are_the_checkpoints_own(model: HookedTransformer) -> None:
-    """Fewer than TransformerLens counts: a tied unembedding once, and no bias of zeros. `n_params_total` counts as it does."""
+    """Fewer than TransformerLens' own: a tied unembedding once, no bias of zeros. `n_params_total` counts like it."""
     own = dict(model.engine.model.named_parameters())
     assert dict(model.named_parameters()) == own
     assert len(list(model.parameters())) == len(own) == 40

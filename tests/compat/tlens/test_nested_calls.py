@@ -147,7 +147,7 @@ def test_gradients_of_inner_and_outer_forward_are_both_right(shared: Any, ids: T
 
 @torch.no_grad()
 def test_hook_may_add_and_remove_hooks_ahead(shared: Any, unharmed: Any, ids: Tensor) -> None:
-    """A hook that is put on a later point while the forward runs fires in the next forward at the latest, and can be taken off."""
+    """A hook put on a later point while the forward runs fires in the next forward at the latest."""
     model, fired = shared("gpt2"), []
 
     def arm(x: Tensor, hook: Any) -> None:

@@ -29,7 +29,7 @@ def metric(logits: Tensor) -> Tensor:
 
 
 def scaled(model: HookedTransformer, cache: ActivationCache, parts: Tensor) -> Tensor:
-    """What parts of the final stream `[part, batch, pos, d_model]` add to the logits of token 5, before any soft cap."""
+    """What parts of the final stream `[part, batch, pos, d_model]` add to the logit of token 5, before any soft cap."""
     return cache.apply_ln_to_stack(parts, layer=-1) @ model.W_U[:, 5]
 
 

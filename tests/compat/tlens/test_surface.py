@@ -1,4 +1,4 @@
-"""The public surface is TransformerLens 3.9.0's: every name and every signature, or a name on a short list with its reason."""
+"""The public surface is TransformerLens 3.9.0's: every name and signature, or a short list of names with reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A weight that a program edits takes effect on the next forward, whatever the way of editing; what others train shows."""
+"""A weight that a program edits takes effect on the next forward, however it is edited; what others train shows."""
 
 from __future__ import annotations
 
