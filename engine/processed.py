@@ -143,6 +143,7 @@ class Processed:
         facts = self.engine.facts
         return per_kv_head.repeat_interleave(facts.n_heads // facts.n_kv_heads, dim=0)
 
+    @torch.inference_mode(False)  # parameters that come into being here must serve a later backward
     @torch.no_grad()
     def write(self, edits: dict[tuple[str, int | None], Tensor]) -> None:
         """Writes the processed weights, with these edits of them, into the model; from then on the raw model is the processed.
