@@ -1,6 +1,6 @@
 """The same checkpoint under both libraries, and how their numbers are compared.
 
-A tolerance is a share of the largest magnitude on the reference's side; entries that are not finite must be the same ones.
+A tolerance is a share of the largest magnitude on the reference's side; what is not finite must be the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from tests.reference import reference_model, reference_model_no_processing
 
 TOLERANCE = 2e-5  # float32; what is seen is around 1e-6
 SWITCHES = ("attn_result", "split_qkv_input", "hook_mlp_in", "attn_in")
-LONGEST_WINDOW = 6  # of the tiny models; PROMPTS go beyond it
 
 
 @dataclass(frozen=True)
@@ -75,14 +74,20 @@ def random_tokens(pair: Pair, rows: int = 2, pos: int = 9, seed: int = 0) -> Ten
 
 
 def error(found: Tensor, expected: Tensor, floor: float = 1e-9) -> float:
-    """The largest difference as a share of the largest finite expected magnitude (at least `floor`); inf where they cannot be compared."""
+    """The largest difference as a share of the largest finite expected magnitude, or of `floor` where that is more.
+
+    inf where the two cannot be compared: another shape or dtype, or other entries that are not finite.
+    """
+    found, expected = found.detach(), expected.detach()
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return float("inf")
     if expected.numel() == 0:
         return 0.0
     finite = torch.isfinite(expected)
-    rest = ~finite
-    if not torch.equal(torch.isfinite(found), finite) or not torch.equal(found[rest].nan_to_num(1), expected[rest].nan_to_num(1)):
+    if (
+        not torch.equal(found.nan_to_num(1)[~finite], expected.nan_to_num(1)[~finite])
+        or not found[finite].isfinite().all()
+    ):
         return float("inf")
     if not finite.any():
         return 0.0
@@ -116,8 +121,11 @@ def assert_same_cache(
 
 
 def assert_same_gradients(pair: Pair, found: Any, expected: Any, tolerance: float = TOLERANCE) -> None:
-    """Every cached name. A norm on queries and keys makes these blind to the scale before them, whose gradient is then 0
-    but for rounding; that one is held to the largest of all gradients."""
+    """Every cached name.
+
+    A norm on queries and keys makes these blind to the scale before them, whose gradient is then 0 but for rounding;
+    that one is held to the largest of all gradients.
+    """
     scale = "ln1.hook_scale_grad" if pair.theirs.cfg.use_qk_norm else "nothing"
     nearly_zero = [name for name in expected.keys() if name.endswith(scale)]
     assert_same_cache(found, expected, tolerance, leave_out=nearly_zero)

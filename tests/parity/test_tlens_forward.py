@@ -46,16 +46,18 @@ def test_hooks_up_to_the_final_norm_fire_where_nothing_is_returned(pair: Pair) -
 @pytest.mark.parametrize("kind", ["text", "texts", "a list of one", "a flat row", "rows"])
 @pytest.mark.parametrize("prepend_bos", [None, True, False])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_every_kind_of_input_gives_the_same_loss(pair: Pair, kind: str, prepend_bos: bool | None, side: str) -> None:
+def test_every_kind_of_input_gives_the_same_loss(
+    processed_pair: Pair, kind: str, prepend_bos: bool | None, side: str
+) -> None:
     inputs = {
         "text": TEXTS[1],
         "texts": TEXTS,
         "a list of one": TEXTS[:1],
-        "a flat row": random_tokens(pair)[0],
-        "rows": random_tokens(pair),
+        "a flat row": random_tokens(processed_pair)[0],
+        "rows": random_tokens(processed_pair),
     }
     arguments = dict(return_type="loss", prepend_bos=prepend_bos, padding_side=side, loss_per_token=True)
-    assert_close(*pair.both(lambda model: model(inputs[kind], **arguments)))
+    assert_close(*processed_pair.both(lambda model: model(inputs[kind], **arguments)))
 
 
 def test_defaults_of_the_model_stand_after_a_call_that_overrides_them(pair: Pair) -> None:

@@ -1,4 +1,4 @@
-"""Generation: TransformerLens' ids, texts and logits, greedy and seeded, and hooks that fire as often and see the same."""
+"""Generation: TransformerLens' ids, texts and logits, greedy and seeded, and hooks that fire as often alike."""
 
 from __future__ import annotations
 
@@ -17,12 +17,9 @@ TEXTS = ["Hello", "When Mary and John went to the store, John gave a drink to", 
 HOW: dict[str, dict[str, Any]] = {
     "greedy": dict(do_sample=False),
     "sampled": {},
-    "warm": dict(temperature=1.6),
-    "cold": dict(temperature=0.2),
     "top_k": dict(top_k=7),
     "top_p": dict(top_p=0.8, temperature=0.9),
     "penalised": dict(freq_penalty=1.2),
-    "without a cache": dict(use_past_kv_cache=False),
     "greedy without a cache": dict(use_past_kv_cache=False, do_sample=False),
 }
 
@@ -33,7 +30,7 @@ def hugging_face(pair: Pair) -> Any:
 
 
 def generate(pair: Pair, input: Any, **arguments: Any) -> tuple[Any, Any]:
-    arguments = dict(max_new_tokens=8, verbose=False, stop_at_eos=False) | arguments
+    arguments = dict(max_new_tokens=6, verbose=False, stop_at_eos=False) | arguments
     return pair.both(lambda model: model.generate(input, **arguments))
 
 
@@ -53,9 +50,13 @@ def test_texts_of_different_lengths_are_continued_by_the_same_ids(pair: Pair, ho
 
 
 def test_what_continues_a_text_does_not_depend_on_the_texts_beside_it(processed_pair: Pair) -> None:
-    together = processed_pair.ours.generate(TEXTS, max_new_tokens=6, do_sample=False, verbose=False, stop_at_eos=False, return_type="tokens")
+    together = processed_pair.ours.generate(
+        TEXTS, max_new_tokens=6, do_sample=False, verbose=False, stop_at_eos=False, return_type="tokens"
+    )
     for row, text in zip(together, TEXTS):
-        alone = processed_pair.ours.generate(text, max_new_tokens=6, do_sample=False, verbose=False, stop_at_eos=False, return_type="tokens")
+        alone = processed_pair.ours.generate(
+            text, max_new_tokens=6, do_sample=False, verbose=False, stop_at_eos=False, return_type="tokens"
+        )
         assert row[-alone.shape[1] :].tolist() == alone[0].tolist()
 
 
@@ -81,8 +82,14 @@ def test_bos_and_padding_side_are_heeded_alike(processed_pair: Pair, prepend_bos
 def test_generation_stops_at_the_same_tokens(processed_pair: Pair) -> None:
     """Stop tokens are chosen among the ids that greedy generation comes to, so that rows finish at different steps."""
     tokens = random_tokens(processed_pair, rows=3, pos=5)
-    free = processed_pair.theirs.generate(tokens, max_new_tokens=8, do_sample=False, verbose=False, stop_at_eos=False)[:, 5:]
-    for stop in (free[0, 2].item(), [free[0, 1].item(), free[1, 3].item()], [row[row.shape[0] // 2].item() for row in free]):
+    free = processed_pair.theirs.generate(tokens, max_new_tokens=8, do_sample=False, verbose=False, stop_at_eos=False)[
+        :, 5:
+    ]
+    for stop in (
+        free[0, 2].item(),
+        [free[0, 1].item(), free[1, 3].item()],
+        [row[row.shape[0] // 2].item() for row in free],
+    ):
         arguments = dict(do_sample=False, stop_at_eos=True, eos_token_id=stop)
         found, expected = generate(processed_pair, tokens, **arguments)
         assert_same_ids(found, expected)
@@ -91,7 +98,7 @@ def test_generation_stops_at_the_same_tokens(processed_pair: Pair) -> None:
 
 
 def test_embeddings_are_continued_alike(pair: Pair) -> None:
-    """Held to TransformerLens without a cache: with one it gives learned positions a wrong place after the first step."""
+    """Held to TransformerLens without a cache: with one, it puts learned positions wrong after the first step."""
     embeddings = pair.theirs.embed(random_tokens(pair)).detach()
     settings = dict(max_new_tokens=6, do_sample=False, verbose=False, stop_at_eos=False)
     for return_type in ("tokens", "str", "embeds"):
@@ -149,7 +156,9 @@ def test_a_hook_that_edits_the_last_logits_decides_what_is_generated(pair: Pair)
 
     def run(model: Any) -> Tensor:
         with model.hooks(fwd_hooks=[("unembed.hook_out", force)]):
-            return model.generate(random_tokens(pair), max_new_tokens=3, verbose=False, stop_at_eos=False, do_sample=False)
+            return model.generate(
+                random_tokens(pair), max_new_tokens=3, verbose=False, stop_at_eos=False, do_sample=False
+            )
 
     found, expected = pair.both(run)
     assert_same_ids(found, expected)
@@ -170,7 +179,9 @@ def test_hooks_fire_as_often_and_see_the_same_values(pair: Pair, use_cache: bool
         return seen
 
     found, expected = pair.both(run)
-    assert {name: len(values) for name, values in found.items()} == {name: len(values) for name, values in expected.items()}
+    assert {name: len(values) for name, values in found.items()} == {
+        name: len(values) for name, values in expected.items()
+    }
     for name, values in expected.items():
         assert_close(found[name], values, name)
 

@@ -39,7 +39,15 @@ def metric(logits: Tensor) -> Tensor:
 
 def names_to_differentiate(pair: Pair) -> list[str]:
     everywhere = ("hook_embed", "ln_final.hook_normalized", "unembed.hook_out")
-    inside = ("hook_resid_pre", "attn.hook_q", "attn.hook_v", "attn.hook_pattern", "attn.hook_z", "mlp.hook_post", "hook_mlp_out")
+    inside = (
+        "hook_resid_pre",
+        "attn.hook_q",
+        "attn.hook_v",
+        "attn.hook_pattern",
+        "attn.hook_z",
+        "mlp.hook_post",
+        "hook_mlp_out",
+    )
     return [*everywhere, *(f"blocks.{layer}.{name}" for layer in (0, 2) for name in inside)]
 
 
@@ -74,9 +82,11 @@ def test_backward_hooks_on_the_stream_are_called_in_the_same_order_once_each(pai
     assert found == expected
 
 
-# Where several places share one tensor of gradients, as the stream and what is added to it do, PyTorch forbids to edit it in
-# place: TransformerLens then changes the gradient at all of them.
-CHANGED = [(ending, "returned") for ending in ("hook_resid_post", "hook_attn_out", "attn.hook_v", "attn.hook_attn_scores")]
+# Where several places share one tensor of gradients, as the stream and what is added to it do, PyTorch forbids to edit
+# it in place: TransformerLens then changes the gradient at all of them.
+CHANGED = [
+    (ending, "returned") for ending in ("hook_resid_post", "hook_attn_out", "attn.hook_v", "attn.hook_attn_scores")
+]
 CHANGED += [("attn.hook_z", "in place"), ("mlp.hook_pre", "in place"), ("hook_mlp_out", "returned in a tuple")]
 
 
@@ -92,7 +102,9 @@ def test_a_backward_hook_that_changes_the_gradient_changes_those_before_it(pair:
         return changed if kind == "returned" else (changed,)
 
     def run(model: Any) -> Any:
-        cache, forward, backward = model.get_caching_hooks(lambda each: "resid" in each or "hook_v" in each, incl_bwd=True)
+        cache, forward, backward = model.get_caching_hooks(
+            lambda each: "resid" in each or "hook_v" in each, incl_bwd=True
+        )
         with model.hooks(forward, [(name, change), *backward]):
             metric(model(random_tokens(pair))).backward()
         return cache

@@ -124,4 +124,9 @@ def test_a_cache_is_narrowed_like_theirs(pair: Pair) -> None:
     ):
         assert_same_run(pair, tokens, **arguments)
     # TransformerLens raises IndexError on what the norms of q and k see, which has no batch axis to remove
-    assert_same_run(pair, tokens[:1], remove_batch_dim=True, names_filter=lambda name: "attn.q_norm" not in name and "attn.k_norm" not in name)
+    assert_same_run(
+        pair,
+        tokens[:1],
+        remove_batch_dim=True,
+        names_filter=lambda name: "attn.q_norm" not in name and "attn.k_norm" not in name,
+    )

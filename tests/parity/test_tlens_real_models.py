@@ -16,7 +16,11 @@ from tests.parity.pairs import Pair, assert_close, assert_same_cache, assert_sam
 
 pytestmark = pytest.mark.slow
 
-TEXTS = ["When Mary and John went to the store, John gave a drink to", "The Eiffel Tower is in the city of", "Two plus two is"]
+TEXTS = [
+    "When Mary and John went to the store, John gave a drink to",
+    "The Eiffel Tower is in the city of",
+    "Two plus two is",
+]
 
 
 @pytest.fixture(scope="module", params=[SMOLLM2, GEMMA3], ids=lambda name: name.rpartition("/")[2])
@@ -67,7 +71,11 @@ def test_edits_are_followed_alike(pair: Pair) -> None:
     def steer(x: Tensor, hook: Any) -> None:
         x[:, -1] += 2.0
 
-    hooks = [("blocks.4.attn.hook_z", ablate), ("blocks.9.hook_resid_mid", steer), ("blocks.12.attn.hook_pattern", ablate)]
+    hooks = [
+        ("blocks.4.attn.hook_z", ablate),
+        ("blocks.9.hook_resid_mid", steer),
+        ("blocks.12.attn.hook_pattern", ablate),
+    ]
     names = lambda name: "resid" in name or name.endswith(("hook_pattern", "hook_post"))  # noqa: E731
 
     def run(model: Any) -> Any:
