@@ -17,14 +17,34 @@ ROOT = Path(__file__).parents[1]
 COMMAND = "python -m docs.tables --write"
 BEGIN, END = f"<!-- table, made by `{COMMAND}` -->", "<!-- end of table -->"
 
-# What the families have; a test holds each row against a checkpoint.
+# What the families have; a test holds each row against a checkpoint of tests/hub_families.py.
+_DECODER = (mapper.PRE_NORMS, mapper.ROTARY, mapper.SEQUENTIAL, mapper.GATED)
+_GPT2 = (mapper.PRE_NORMS, mapper.LEARNED, mapper.SEQUENTIAL, mapper.UNGATED)
+_PARALLEL = (mapper.PRE_NORMS, mapper.ROTARY, mapper.UNGATED)
+_OLMO2 = (mapper.LATE_NORMS, mapper.ROTARY, mapper.SEQUENTIAL, mapper.GATED, mapper.QK_NORM)
 FAMILIES: dict[str, tuple[mapper.Trait, ...]] = {
-    "GPT-2": (mapper.LEARNED, mapper.SEQUENTIAL, mapper.UNGATED),
-    "Pythia": (mapper.ROTARY, mapper.UNGATED),
-    "Llama": (mapper.ROTARY, mapper.SEQUENTIAL, mapper.GATED),
-    "Qwen3": (mapper.ROTARY, mapper.SEQUENTIAL, mapper.GATED, mapper.QK_NORM),
-    "Gemma 2": (mapper.ROTARY, mapper.SEQUENTIAL, mapper.GATED, mapper.POST_NORMS),
-    "Gemma 3": (mapper.ROTARY, mapper.SEQUENTIAL, mapper.GATED, mapper.QK_NORM, mapper.POST_NORMS),
+    "GPT-2": _GPT2,
+    "Pythia": _PARALLEL,
+    "Llama": _DECODER,
+    "Qwen3": (*_DECODER, mapper.QK_NORM),
+    "Gemma 2": (*_DECODER, mapper.POST_NORMS),
+    "GPT-Neo": _GPT2,
+    "GPT-J": _PARALLEL,
+    "OPT": _GPT2,
+    "Bloom": (mapper.EMBED_NORM, mapper.PRE_NORMS, mapper.ALIBI, mapper.SEQUENTIAL, mapper.UNGATED),
+    "Mistral": _DECODER,
+    "Mixtral": (*_DECODER, mapper.MOE),
+    "Qwen2": _DECODER,
+    "Gemma": _DECODER,
+    "Gemma 3": (*_DECODER, mapper.QK_NORM, mapper.POST_NORMS),
+    "Phi": _PARALLEL,
+    "Phi-3": _DECODER,
+    "OLMo": _DECODER,
+    "OLMo 2": _OLMO2,
+    "Olmo 3": _OLMO2,
+    "OLMoE": (*_DECODER, mapper.QK_NORM, mapper.MOE),
+    "GPT-OSS": (*_DECODER, mapper.MOE),
+    "Apertus": (mapper.PRE_NORMS, mapper.ROTARY, mapper.SEQUENTIAL, mapper.UNGATED, mapper.QK_NORM),
 }
 
 # What `from_pretrained` shows of the raw value; the notes under the tables say what the words mean.
@@ -52,10 +72,15 @@ def view(point: str) -> str:
     return VIEWS.get(point, UNCHANGED)
 
 
-def families(trait: mapper.Trait) -> str:
-    """The families that have a trait, as a cell."""
-    found = [name for name, traits in FAMILIES.items() if trait is mapper.EVERY or trait in traits]
-    return "all" if len(found) == len(FAMILIES) else ", ".join(found)
+def where(trait: mapper.Trait) -> str:
+    """What a family must have for a name to be there, as a cell."""
+    return trait.name or "everywhere"
+
+
+def families_table() -> str:
+    """One row a family, with what it has of what the names hang on."""
+    rows = [(name, "; ".join(trait.name for trait in traits)) for name, traits in FAMILIES.items()]
+    return table(("family", "what it has"), rows)
 
 
 def names_table() -> str:
@@ -66,12 +91,12 @@ def names_table() -> str:
             code(row.point),
             POINTS[row.point].shape,
             code(row.flag) if row.flag else "",
-            families(row.has),
+            where(row.has),
             view(row.point),
         )
         for row in mapper.ROWS
     ]
-    return table(("TransformerLens name", "point", "shape", "flag", "families", "view"), rows)
+    return table(("TransformerLens name", "point", "shape", "flag", "where there is a", "view"), rows)
 
 
 def points_table() -> str:
@@ -133,7 +158,7 @@ def pages() -> dict[Path, str]:
     porting = ROOT / "PORTING.md"
     return {
         ROOT / "docs" / "points.md": POINTS_PAGE.format(points=points_table(), unmapped=unmapped_table()),
-        porting: with_table(porting.read_text(), f"{VIEW_NOTES}\n\n{names_table()}"),
+        porting: with_table(porting.read_text(), f"{VIEW_NOTES}\n\n{names_table()}\n\nThe families that TransformerLens 3.9 loads:\n\n{families_table()}"),
     }
 
 

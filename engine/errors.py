@@ -22,7 +22,7 @@ class UnknownName(CompatError, KeyError):
     """A name nothing answers to. The message lists the nearest names that exist."""
 
     def __init__(self, name: str, known: Iterable[str], what: str = "name", hint: str = "") -> None:
-        self.name = name
+        self.name, self.hint = name, hint
         self.nearest = get_close_matches(str(name), list(known), n=4, cutoff=0.4)
         message = f"unknown {what} {name!r}"
         if self.nearest:

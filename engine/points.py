@@ -25,6 +25,8 @@ class Point:
 
 _ROWS = (
     Point("tokens", "b p", "input ids", layered=False),
+    Point("embed_norm_scale", "b p 1", "what a norm on the embedding divides by", layered=False, derived=True),
+    Point("embed_norm_normalized", "b p D", "embedding over scale, before gain and bias", layered=False, derived=True),
     Point("embeddings", "b p D", "token embedding as it enters the stream, after any scale", layered=False),
     Point("pos_embed", "b p D", "learned position embedding", layered=False),
     Point("resid_pre", "b p D", "block input"),

@@ -4,10 +4,12 @@ Each processed activation is an affine view of the raw one, so one raw engine se
 through its inverse. With W' the processed weights (formulas: Elhage et al. 2021, "A Mathematical Framework for Transformer
 Circuits", and LayerNorm's invariance to the mean of its input):
 
-    reading weights   W' = gain * W, centred over D on LayerNorm models;  b' = b + norm_bias W
+    reading weights   W' = gain * W, centred over D on LayerNorm models (but for a gate);  b' = b + norm_bias W
     writing weights   W' and b' centred over D (LayerNorm models only)
     value bias        c = b_V + norm_bias W_V goes into the output bias:  b_O' = b_O + sum_h c_h W_O_h, and b_V' = 0
     unembedding       W_U' = gain * W_U, centred over D, then over V;  b_U' = b_U + norm_bias W_U, centred over V
+
+Where a model multiplies its logits by a constant, that is part of W_U and b_U, processed or not, so that they give the logits.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.errors import Refused
 from engine.points import Address
 from engine.seam import Engine, Facts
 from engine.taps import Tap
@@ -33,12 +36,14 @@ class Processing:
     fold_value_biases: bool = True
 
     def for_family(self, facts: Facts) -> Processing:
-        """The parts that make sense: RMSNorm models keep their mean, and a soft cap after the unembedding feels a shift."""
+        """The parts that leave the model the same: RMSNorm models keep their mean, a soft cap after the unembedding feels a
+        shift, norms after the sublayers have nothing to fold into, and a value's bias comes through an attention sink scaled.
+        """
         return Processing(
-            self.fold_norm,
-            self.centre_writing and facts.norm == "layer",
+            self.fold_norm and facts.pre_norms,
+            self.centre_writing and facts.norm == "layer" and facts.pre_norms,
             self.centre_unembed and facts.logit_softcap is None,
-            self.fold_value_biases,
+            self.fold_value_biases and not facts.sinks,
         )
 
 
@@ -48,7 +53,12 @@ RAW = Processing(False, False, False, False)
 CONTRIBUTIONS = ("embeddings", "pos_embed", "attn_out", "attn_out_post", "mlp_out", "mlp_out_post")
 STREAM = ("resid_pre", "resid_mid", "resid_post")
 STREAM_COPIES = ("attn_stream_in", "q_input", "k_input", "v_input", "mlp_stream_in")
+_FOLDED_NORMS = ("attn_norm_normalized", "mlp_norm_normalized", "final_norm_normalized")
 _READS_FROM = {"q": "attn_norm", "k": "attn_norm", "v": "attn_norm", "mlp_in": "mlp_norm", "mlp_gate": "mlp_norm"}
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 def centred(x: Tensor) -> Tensor:
@@ -74,7 +84,7 @@ class Processed:
 
     def value_offset(self, layer: int) -> Tensor | None:
         """c, what the view takes off the values of a layer, `[K, dh]`; None where it is nothing."""
-        if not self.processing.fold_value_biases:
+        if not self.processing.fold_value_biases or not self.engine.weights.has("v", layer):
             return None
         if layer not in self._value_offsets:
             self._value_offsets[layer] = self._bias("v", layer).detach()
@@ -98,14 +108,19 @@ class Processed:
         return centred(value) if on.centre_writing and base in ("embed", "pos_embed", "o", "mlp_out") else value
 
     def _folds(self, norm: str, layer: int | None) -> bool:
-        return self.processing.fold_norm and self.engine.weights.has(f"{norm}_gain", layer)
+        """Whether a norm's gain and bias are in the weights that read its output. They stay where a router, experts or another
+        mixer read it, whose weights are not shown."""
+        has, readers = self.engine.weights.has, [name for name, read in _READS_FROM.items() if read == norm]
+        readers = [name for name in readers if name != "mlp_gate" or self.engine.facts.gated_mlp]
+        return self.processing.fold_norm and has(f"{norm}_gain", layer) and all(has(name, layer) for name in readers)
 
     def _reading(self, name: str, layer: int) -> Tensor:
         raw, norm = self.engine.weights(name, layer), _READS_FROM[name]
         if not self._folds(norm, layer):
             return raw
         folded = raw * self.engine.weights(f"{norm}_gain", layer)[:, None]
-        return folded - folded.mean(-2, keepdim=True) if self.engine.facts.norm == "layer" else folded
+        centres = self.engine.facts.norm == "layer" and name != "mlp_gate"  # a gate is left as it is
+        return folded - folded.mean(-2, keepdim=True) if centres else folded
 
     def _reading_bias(self, name: str, layer: int) -> Tensor:
         if name == "v" and self.processing.fold_value_biases:
@@ -126,17 +141,21 @@ class Processed:
         return bias + torch.einsum("hd,hdm->m", self.per_query_head(offset), self.engine.weights("o", layer))
 
     def _unembed(self) -> Tensor:
-        raw = self.engine.weights("unembed")
+        raw = self._scaled(self.engine.weights("unembed"))
         if not self.processing.fold_norm:
             return raw
         folded = raw * self.engine.weights("final_norm_gain")[:, None]
         return folded - folded.mean(0, keepdim=True) if self.engine.facts.norm == "layer" else folded
 
     def _unembed_bias(self) -> Tensor:
-        bias = self.engine.weights("unembed_bias")
+        bias = self._scaled(self.engine.weights("unembed_bias"))
         if not self.processing.fold_norm:
             return bias
-        return bias + self.engine.weights("final_norm_bias") @ self.engine.weights("unembed")
+        return bias + self.engine.weights("final_norm_bias") @ self._scaled(self.engine.weights("unembed"))
+
+    def _scaled(self, unembedding: Tensor) -> Tensor:
+        scale = self.engine.facts.logit_scale
+        return unembedding if scale == 1 else unembedding * scale
 
     def per_query_head(self, per_kv_head: Tensor) -> Tensor:
         """`[K, ...]` -> `[H, ...]`."""
@@ -150,6 +169,7 @@ class Processed:
 
         Raises `Refused` where the engine cannot hold them.
         """
+        self._refuse_half_a_norm(edits)
         self.engine.weights.prepare_writing()
         if self.processing != RAW:
             for layer in range(self.engine.facts.n_layers):
@@ -157,7 +177,22 @@ class Processed:
             self._write_ends()
             self.processing, self._value_offsets = RAW, {}
         for (name, layer), value in edits.items():
-            self.engine.weights.write(name, layer, value)
+            self._put(name, layer, value)
+
+    def _refuse_half_a_norm(self, edits: dict[tuple[str, int | None], Tensor]) -> None:
+        norms = {"attn_norm_": "mlp_norm_", "mlp_norm_": "attn_norm_"}
+        for (name, layer), value in edits.items() if self.engine.facts.shared_norm else ():
+            other = next((norms[n] + name.removeprefix(n) for n in norms if name.startswith(n)), None)
+            if other is not None and not torch.equal(value, edits.get((other, layer), self.weight(name, layer))):
+                raise Refused(
+                    f"attention and the MLP of a {self.engine.facts.architecture} read one norm, so its weights cannot be edited "
+                    f"for one of them alone: give {name} and {other} the same value, or edit what they read with a hook"
+                )
+
+    def _put(self, name: str, layer: int | None, shown: Tensor) -> None:
+        if name in ("unembed", "unembed_bias"):
+            shown = shown / self.engine.facts.logit_scale
+        self.engine.weights.write(name, layer, shown)
 
     def _write_layer(self, layer: int) -> None:
         weights = self.engine.weights
@@ -173,7 +208,7 @@ class Processed:
         weights = self.engine.weights
         names = [name for name in ("embed", "pos_embed", "unembed", "unembed_bias") if weights.has(name)]
         for name, value in {name: self.weight(name).clone() for name in names}.items():
-            weights.write(name, None, value)
+            self._put(name, None, value)
         if self.processing.fold_norm:
             self._write_plain_norm("final_norm", None)
 
@@ -203,9 +238,10 @@ class Pass:
     def view(self, address: Address) -> View | None:
         """(raw -> shown, shown -> raw) at an address, or None where they are the same."""
         point, on = address.point, self._on
-        if point in ("lm_head", "logits"):
-            unembedding = Address("lm_head")  # what is written there is returned as it is
-            return self._off_stream(unembedding) if on.centre_unembed else None
+        if point == "lm_head":
+            return self._unembedding_view()
+        if point == "logits":
+            return self._off_stream(Address("lm_head")) if on.centre_unembed else None
         if point in ("value", "z"):
             offset = self._processed.value_offset(address.layer)
             if offset is None:
@@ -214,7 +250,7 @@ class Pass:
             return (lambda x: x - offset.to(x), lambda shown: shown + offset.to(shown))
         if point == "attn_result":
             return self._result_view(address.layer)
-        if point.endswith("norm_normalized") and on.fold_norm and self._processed.engine.facts.norm == "layer":
+        if point in _FOLDED_NORMS and on.fold_norm and self._processed.engine.facts.norm == "layer":
             return self._normalized_view(address)
         if not on.centre_writing:
             return None
@@ -264,6 +300,13 @@ class Pass:
         written = self._written.get(Address("lm_head"))
         return centred(logits) + (0.0 if written is None else written[:, -1])
 
+    def _unembedding_view(self) -> View | None:
+        scale = self._processed.engine.facts.logit_scale
+        show, take = self._off_stream(Address("lm_head")) if self._on.centre_unembed else (_same, _same)
+        if scale == 1:
+            return (show, take) if self._on.centre_unembed else None
+        return (lambda x: show(x * scale)), (lambda shown: take(shown) / scale)
+
     def _off_stream(self, address: Address) -> View:
         """Centred, but for a mean that an edit at this address wrote; on its way into the stream that mean is carried."""
         if address.point in ("attn_out", "mlp_out"):  # LayerNorm models have no norm in between, so it is one value
@@ -303,15 +346,20 @@ class Pass:
         return (lambda x: centred(x - shift)), take
 
     def _normalized_view(self, address: Address) -> View:
-        """Folded reading weights are centred over D, so a mean that is written here shows but reaches nothing."""
+        """Folded reading weights are centred over D, so a mean that is written here shows but reaches nothing but a gate."""
+
+        once_more = address.layer is None  # the unembedding's input is the same value, shown once more
+
+        def show(x: Tensor) -> Tensor:
+            return x + self._written.get(address, 0.0) if once_more else x
 
         def take(shown: Tensor) -> Tensor:
             mean = shown.mean(-1, keepdim=True)
-            if address.layer is None:  # the unembedding's input is the same value, shown once more
+            if once_more or address.point == "mlp_norm_normalized":
                 self._written[address] = mean
             return shown - mean
 
-        return (lambda x: x + self._written.get(address, 0.0)), take
+        return show, take
 
     def companions(self, tapped: Iterable[Address]) -> tuple[list[Tap], list[Tap]]:
         """Taps that must run (before, after) the user's where an edited pattern's rows may not sum to one.
@@ -321,6 +369,10 @@ class Pass:
         before, after = [], []
         if self._on.centre_writing and self._processed.engine.facts.embed_norm:
             before.append(Tap(Address("embeddings"), self._begin_stream, reads=True))
+        tapped, facts = set(tapped), self._processed.engine.facts
+        if self._on.fold_norm and facts.norm == "layer" and facts.gated_mlp:
+            edited = [a for a in tapped if a.point == "mlp_norm_normalized"]
+            before += [Tap(Address("mlp_pre", a.layer), lambda gate, at=a: self._let_mean_through(at, gate)) for a in edited]
         for layer in {a.layer for a in tapped if a.point in ("attn_scores", "attn_probs")}:
             offset = self._processed.value_offset(layer)
             if offset is not None:
@@ -331,6 +383,11 @@ class Pass:
 
     def _begin_stream(self, embeddings: Tensor) -> None:
         self._take_stream(embeddings)
+
+    def _let_mean_through(self, address: Address, gate: Tensor) -> Tensor:
+        """The folded gate is not centred, so it does read the mean that an edit wrote to its normalized input."""
+        read = self._processed.weight("mlp_gate", address.layer).sum(0)
+        return gate + self._written.pop(address, 0.0) * read.to(gate)
 
     def _note_row_sums(self, layer: int, pattern: Tensor) -> None:
         self._row_sums[layer] = pattern.sum(-1).transpose(1, 2)[..., None]  # [b, p, H, 1]

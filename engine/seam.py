@@ -65,7 +65,11 @@ class Facts:
     experts_per_token: int | None
     dtype: torch.dtype
     device: torch.device
+    qk_norm_joint: bool = False  # one norm over all heads of a query (or key) together
     embed_norm: bool = False  # a norm stands between the embedding and the stream
+    shared_norm: bool = False  # attention and the MLP read the output of one norm
+    pre_norms: bool = True  # a norm stands between the stream and each sublayer
+    sinks: bool = False  # each head's softmax has one logit more, so that a pattern's rows sum to less than one
     logit_scale: float = 1.0  # what the model multiplies the unembedding's output by
 
 

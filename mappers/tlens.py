@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from engine.errors import Refused, UnknownName
 from engine.points import POINTS, Address
-from engine.seam import Engine, Facts
+from engine.seam import Facts
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,12 @@ class Trait:
 
 
 EVERY = Trait("", lambda facts: True)
+EMBED_NORM = Trait("norm on the token embedding", lambda facts: facts.embed_norm)
+PRE_NORMS = Trait("norm before attention and the MLP", lambda facts: facts.pre_norms)
+LATE_NORMS = Trait("norm after attention and the MLP only", lambda facts: not facts.pre_norms)
+MOE = Trait("mixture of experts", lambda facts: facts.n_experts is not None)
 LEARNED = Trait("learned position embedding", lambda facts: facts.positions == "learned")
+ALIBI = Trait("linear position bias", lambda facts: facts.positions == "alibi")
 ROTARY = Trait("rotary positions", lambda facts: facts.positions == "rotary")
 QK_NORM = Trait("norm on queries and keys", lambda facts: facts.qk_norm)
 POST_NORMS = Trait("norm after attention and after the MLP", lambda facts: facts.post_norms)
@@ -64,15 +69,21 @@ class Unmapped:
 
 
 ROWS: tuple[Row, ...] = (
+    Row("embed.ln.hook_scale", "embed_norm_scale", EMBED_NORM),
+    Row("embed.ln.hook_normalized", "embed_norm_normalized", EMBED_NORM),
     Row("hook_embed", "embeddings"),
     Row("hook_pos_embed", "pos_embed", LEARNED),
     Row("hook_tokens", "tokens", flag="use_hook_tokens"),
-    Row("ln1.hook_scale", "attn_norm_scale"),
-    Row("ln1.hook_normalized", "attn_norm_normalized"),
+    Row("ln1.hook_scale", "attn_norm_scale", PRE_NORMS),
+    Row("ln1.hook_normalized", "attn_norm_normalized", PRE_NORMS),
+    Row("ln1.hook_scale", "attn_post_norm_scale", LATE_NORMS),
+    Row("ln1.hook_normalized", "attn_post_norm_normalized", LATE_NORMS),
     Row("ln1_post.hook_scale", "attn_post_norm_scale", POST_NORMS),
     Row("ln1_post.hook_normalized", "attn_post_norm_normalized", POST_NORMS),
-    Row("ln2.hook_scale", "mlp_norm_scale"),
-    Row("ln2.hook_normalized", "mlp_norm_normalized"),
+    Row("ln2.hook_scale", "mlp_norm_scale", PRE_NORMS),
+    Row("ln2.hook_normalized", "mlp_norm_normalized", PRE_NORMS),
+    Row("ln2.hook_scale", "mlp_post_norm_scale", LATE_NORMS),
+    Row("ln2.hook_normalized", "mlp_post_norm_normalized", LATE_NORMS),
     Row("ln2_post.hook_scale", "mlp_post_norm_scale", POST_NORMS),
     Row("ln2_post.hook_normalized", "mlp_post_norm_normalized", POST_NORMS),
     Row("attn.q_norm.hook_scale", "q_norm_scale", QK_NORM),
@@ -91,6 +102,8 @@ ROWS: tuple[Row, ...] = (
     Row("mlp.hook_pre", "mlp_pre"),
     Row("mlp.hook_pre_linear", "mlp_pre_linear", GATED),
     Row("mlp.hook_post", "mlp_act"),
+    Row("mlp.hook_expert_weights", "router_probs", MOE),
+    Row("mlp.hook_expert_indices", "expert_indices", MOE),
     Row("hook_attn_in", "attn_stream_in", flag="use_attn_in"),
     Row("hook_q_input", "q_input", flag="use_split_qkv_input"),
     Row("hook_k_input", "k_input", flag="use_split_qkv_input"),
@@ -153,12 +166,14 @@ ALIASES: tuple[Row, ...] = (
 _CONSTANT = "rotary tables are constants of the positions, not activations"
 _BRANCH = "one branch's own copy of attn.hook_in; to edit that branch alone use hook_{}_input"
 _SPLIT = "the Bridge runs a fused projection as q, k and v, so this never fires; use {}"
+_EXPERT = "an expert runs on the tokens that were routed to it, and all experts in one call; use hook_mlp_out"
 _MLP_BRANCH = "one branch's own copy of mlp.hook_in; edit what it is projected to, {}"
 
 UNMAPPED: tuple[Unmapped, ...] = (
     Unmapped("embed.hook_in", "token ids enter here; read them from the input, or from hook_tokens", layered=False),
     Unmapped("pos_embed.hook_in", "position ids enter here; they follow from the attention mask", LEARNED, False),
     Unmapped("hook_pos_embed", "the Bridge lists the name for rotary models too, where it never fires", ROTARY, False),
+    Unmapped("hook_pos_embed", "the name is listed, but never fires where positions are linear biases", ALIBI, False),
     Unmapped("rotary_emb.hook_in", "token embeddings pass by here for their dtype only; use hook_embed", ROTARY, False),
     Unmapped("rotary_emb.hook_out", _CONSTANT, ROTARY, False),
     Unmapped("rotary_emb.hook_cos", _CONSTANT, ROTARY, False),
@@ -174,6 +189,9 @@ UNMAPPED: tuple[Unmapped, ...] = (
     Unmapped("attn.hook_hidden_states", "fires on some families only, with the value of attn.hook_out; use that"),
     Unmapped("mlp.in.hook_in", _MLP_BRANCH.format("mlp.hook_pre_linear"), GATED),
     Unmapped("mlp.gate.hook_in", _MLP_BRANCH.format("mlp.hook_pre"), GATED),
+    Unmapped("mlp.experts.{e}.hook_gate", _EXPERT, MOE),
+    Unmapped("mlp.experts.{e}.hook_pre", _EXPERT, MOE),
+    Unmapped("mlp.experts.{e}.hook_post", _EXPERT, MOE),
     Unmapped("ln_final.hook_in", "the same tensor as the last block's hook_resid_post", layered=False),
 )
 
@@ -181,13 +199,14 @@ _ENTRIES: dict[tuple[str, bool], list[Row | Unmapped]] = {}
 for _entry in (*ROWS, *ALIASES, *UNMAPPED):
     _ENTRIES.setdefault((_entry.name, _entry.layered), []).append(_entry)
 _BLOCK = re.compile(r"blocks\.(0|[1-9][0-9]*)\.(.+)")
+_EXPERTS = re.compile(r"(?<=\.experts\.)[0-9]+(?=\.)")
 
 
 def names(facts: Facts, *, use_hook_tokens: bool = False) -> list[str]:
     """Every name that a HookedTransformer of this family has, in TransformerLens' order of registration."""
     rows = [row for row in ROWS if row.has(facts) and (row.flag != "use_hook_tokens" or use_hook_tokens)]
     whole = [row.name for row in rows if not row.layered]
-    before = [name for name in whole if name.startswith("hook_")]
+    before = [name for name in whole if name.startswith(("embed.", "hook_"))]
     layers = [f"blocks.{layer}.{row.name}" for layer in range(facts.n_layers) for row in rows if row.layered]
     return before + layers + whole[len(before) :]
 
@@ -212,16 +231,14 @@ def to_names(address: Address, facts: Facts) -> list[str]:
     return [prefix + row.name for row in (*ROWS, *ALIASES) if row.point == address.point and row.has(facts)]
 
 
-def unmapped_trait(engine: Engine) -> str | None:
-    """Why TransformerLens' names do not yet fit the family that an engine runs, as a sentence; None if they do."""
-    facts = engine.facts
-    if facts.positions == "alibi" or facts.embed_norm or facts.logit_scale != 1:
-        return "its position bias, embedding norm or scaled logits have not been held against TransformerLens yet"
-    for name in names(facts):
-        reason = None if flag(name) else engine.refuses(to_address(name, facts), "read")
-        if reason is not None:
-            return f"{name} has no place in it: {reason}"
-    return None
+def norms(facts: Facts) -> dict[str, str]:
+    """The norms that a family's names speak of: TransformerLens' path -> the canonical norm."""
+    ends = (".hook_scale", "_scale")
+    return {
+        row.name.removesuffix(ends[0]): row.point.removesuffix(ends[1])
+        for row in ROWS
+        if row.name.endswith(ends[0]) and row.has(facts)
+    }
 
 
 def flag(name: str) -> str | None:
@@ -233,7 +250,7 @@ def flag(name: str) -> str | None:
 
 def _split(name: str) -> tuple[int | None, str]:
     match = _BLOCK.fullmatch(name)
-    return (int(match[1]), match[2]) if match else (None, name)
+    return (int(match[1]), _EXPERTS.sub("{e}", match[2])) if match else (None, name)
 
 
 def _why_absent(local: str, layer: int | None, facts: Facts) -> str:

@@ -1,6 +1,6 @@
 """An engine without a model: made-up tensors in forward order, for tests of what stands on the seam."""
 
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from itertools import count
 from zlib import crc32
 
@@ -12,7 +12,10 @@ from engine.taps import Taps
 
 SIZES = dict(n_layers=2, d_model=6, n_heads=2, n_kv_heads=2, d_head=4, d_mlp=10, d_vocab=12, n_ctx=9)
 FACTS = Facts(
-    **dict.fromkeys(field.name for field in fields(Facts)) | SIZES | dict(model_id="fake", dtype=torch.float32)
+    **dict.fromkeys(field.name for field in fields(Facts))
+    | {field.name: field.default for field in fields(Facts) if field.default is not MISSING}
+    | SIZES
+    | dict(model_id="fake", dtype=torch.float32)
 )
 AXES = dict(D="d_model", H="n_heads", K="n_kv_heads", dh="d_head", M="d_mlp", V="d_vocab")
 
@@ -51,7 +54,8 @@ class FakeEngine:
         outside = [Address(point.name) for point in POINTS.values() if not point.layered]
         layers = range(first, self.facts.n_layers if stop is None else stop)
         inside = [Address(point.name, layer) for layer in layers for point in POINTS.values() if point.layered]
-        return (outside[:3] if first == 0 else []) + inside + (outside[3:] if stop is None else [])
+        n = 1 + outside.index(Address("pos_embed"))
+        return (outside[:n] if first == 0 else []) + inside + (outside[n:] if stop is None else [])
 
     def _drawn(self, address, batch, pos):
         sizes = dict(b=batch, p=pos, q=pos, k=pos) | {axis: getattr(self.facts, name) for axis, name in AXES.items()}

@@ -27,6 +27,17 @@ DECODER: Rows = {
     "rotary_base": lambda c: c.rope_parameters["rope_theta"],
     "rotary_dim": lambda c: c.head_dim,
 }
+SQUARE: Rows = {
+    "d_model": lambda c: c.hidden_size,
+    "d_head": lambda c: c.hidden_size // c.num_attention_heads,
+    "n_heads": lambda c: c.num_attention_heads,
+    "d_mlp": lambda c: c.intermediate_size,
+    "n_layers": lambda c: c.num_hidden_layers,
+    "n_ctx": lambda c: c.max_position_embeddings,
+    "d_vocab": lambda c: c.vocab_size,
+    "rotary_base": lambda c: c.rope_parameters["rope_theta"],
+    "attn_types": lambda c: ["global"] * c.num_hidden_layers,
+}
 SIZES: dict[str, Rows] = {
     "meta-llama/Llama-3.2-1B": DECODER
     | {
@@ -35,6 +46,7 @@ SIZES: dict[str, Rows] = {
         "NTK_by_parts_high_freq_factor": lambda c: c.rope_parameters["high_freq_factor"],
         "NTK_original_ctx_len": lambda c: c.rope_parameters["original_max_position_embeddings"],
     },
+    "google/gemma-2b": DECODER | {"act_fn": lambda c: c.hidden_act},
     "google/gemma-2-2b": DECODER
     | {
         "window_size": lambda c: c.sliding_window,
@@ -43,6 +55,15 @@ SIZES: dict[str, Rows] = {
         "attn_scores_soft_cap": lambda c: c.attn_logit_softcapping,
         "output_logits_soft_cap": lambda c: c.final_logit_softcapping,
     },
+    "google/gemma-3-1b-pt": DECODER
+    | {
+        "rotary_base": lambda c: c.rope_parameters["full_attention"]["rope_theta"],
+        "rotary_base_local": lambda c: c.rope_parameters["sliding_attention"]["rope_theta"],
+        "window_size": lambda c: c.sliding_window,
+        "attn_types": lambda c: ["local" if kind == "sliding_attention" else "global" for kind in c.layer_types],
+    },
+    "allenai/OLMo-1B-hf": SQUARE,
+    "allenai/OLMo-2-0425-1B": SQUARE | {"eps": lambda c: c.rms_norm_eps},
 }
 UNLISTED = ("HuggingFaceTB/SmolLM2-135M-Instruct",)
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
 from docs import tables
 from engine.eager.engine import EagerEngine
@@ -21,11 +20,11 @@ from engine.eager.load import load_eager
 from engine.points import POINTS, Address
 from engine.processed import RAW, Processed, Processing
 from mappers import tlens as mapper
-from tests.hub import HEAD_DIM, NAMES, SEED, randomise
+from tests.hub import FURTHER_NAMES, NAMES
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "PORTING.md", "docs/architecture.md", "docs/points.md")
-CHECKPOINTS = dict(zip(tables.FAMILIES, NAMES))  # Gemma 3 has none in the tiny hub
+CHECKPOINTS = dict(zip(tables.FAMILIES, (*NAMES, *FURTHER_NAMES), strict=True))
 
 
 def page(name: str) -> str:
@@ -34,25 +33,7 @@ def page(name: str) -> str:
 
 @lru_cache(maxsize=None)
 def engine_of(family: str) -> EagerEngine:
-    return load_eager(CHECKPOINTS[family]) if family in CHECKPOINTS else EagerEngine(tiny_gemma3())
-
-
-def tiny_gemma3() -> torch.nn.Module:
-    config = Gemma3TextConfig(
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=HEAD_DIM,
-        hidden_size=80,
-        intermediate_size=208,
-        max_position_embeddings=104,
-        vocab_size=437,
-        sliding_window=6,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-    )
-    model = AutoModelForCausalLM.from_config(config)
-    randomise(model, SEED, gain=0.0)
-    return model
+    return load_eager(CHECKPOINTS[family])
 
 
 # --- tables
@@ -78,11 +59,10 @@ def test_names_in_the_porting_table_are_the_mappers(family: str) -> None:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) != 6 or not cells[0].startswith("`"):
             continue
-        name, point, _, flag, families, _ = (cell.strip("`") for cell in cells)
-        if families == "all" or family in families.split(", "):
+        name, point, _, flag, where, _ = (cell.strip("`") for cell in cells)
+        if where in ("everywhere", *(trait.name for trait in tables.FAMILIES[family])):
             name = name.replace("blocks.L.", "blocks.0.")
-            address = mapper.to_address(name, facts)
-            assert address.point == point
+            assert mapper.to_address(name, facts).point == point
             assert (mapper.flag(name) or "") == flag
             listed.append(name)
     everything = mapper.names(facts, use_hook_tokens=True)
@@ -101,8 +81,11 @@ def test_a_family_in_the_tables_is_served_at_every_name(family: str) -> None:
     engine = engine_of(family)
     addresses = [mapper.to_address(name, engine.facts) for name in mapper.names(engine.facts, use_hook_tokens=True)]
     refused = {address.point: engine.refuses(address, "write") for address in addresses}
-    grouped = engine.facts.n_kv_heads != engine.facts.n_heads
-    assert {point for point, reason in refused.items() if reason} == ({"attn_stream_in"} if grouped else set()), refused
+    facts, expected = engine.facts, set()
+    expected |= {"attn_stream_in"} if facts.n_kv_heads != facts.n_heads else set()
+    expected |= {"mlp_pre", "mlp_pre_linear", "mlp_act"} if facts.n_experts else set()  # each expert has its own
+    expected |= {"router_probs"} if facts.sinks else set()  # GPT-OSS takes the softmax of the picked experts only
+    assert {point for point, reason in refused.items() if reason} == expected, refused
 
 
 @pytest.mark.parametrize("family", ["GPT-2", "Pythia", "Llama", "Gemma 2"])

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engine import seam
 from engine.eager.engine import EagerEngine
+from engine.eager.run import BEFORE_LAYERS
 from engine.eager.weights import EagerWeights
 from engine.points import POINTS, Address
 from engine.seam import Batch
@@ -127,7 +128,7 @@ def test_the_fake_fires_taps_in_forward_order_and_its_edits_count() -> None:
     batch = Batch(torch.tensor([[1, 2, 3]]))
     plain = engine.run(batch, [Tap(a, lambda x, a=a: order.append(str(a)), reads=True) for a in every])
     assert plain.shape == (1, 3, 12) and sorted(order) == sorted(map(str, every))
-    assert order[:4] == ["tokens", "embeddings", "pos_embed", "resid_pre.0"] and order[-1] == "logits"
+    assert order[: len(BEFORE_LAYERS) + 1] == [*BEFORE_LAYERS, "resid_pre.0"] and order[-1] == "logits"
     assert order.index("resid_post.0") < order.index("resid_pre.1")
     edited = engine.run(batch, [Tap(Address("z", 1), lambda x: x + 2)])
     assert torch.allclose(edited, plain + 2, atol=1e-5)

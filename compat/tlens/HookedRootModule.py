@@ -261,8 +261,12 @@ class HookedRootModule(HookIntrospectionMixin, nn.Module):
 
     def _module_named(self, name: str) -> nn.Module:
         if name not in self.mod_dict:
-            raise UnknownName(name, self.hook_dict, what="hook name", hint="hook_dict lists every name")
+            raise UnknownName(name, self.hook_dict, what="hook name", hint=self._why_unknown(name))
         return self.mod_dict[name]
+
+    def _why_unknown(self, name: str) -> str:
+        """A sentence for the error that a name without a hook point gets."""
+        return "hook_dict lists every name"
 
     def _enable_hook(self, name: Union[str, Callable[[str], bool]], hook: Callable, dir: Direction) -> None:
         """Add one hook of a `hooks()` context. A module that replaced a hook point serves if it has an add_hook."""

@@ -88,7 +88,7 @@ class HookedTransformer(TokenMethods, CircuitMethods, HookedRootModule):
         self.engine, processing = loaded
         self.processed = Processed(self.engine, processing)
         self.weights_shown = ModelParameters(self.processed, self._parameters)
-        self.folded = processing.fold_norm
+        self.folded = self.processed.processing.fold_norm
         self._computes = {name: getattr(self.cfg, name) for name in COMPUTES}
         self.tokenizer, self.dataset = None, None
         tokenizer = tokenizer if tokenizer is not None else self.engine.tokenizer
@@ -114,6 +114,33 @@ class HookedTransformer(TokenMethods, CircuitMethods, HookedRootModule):
         for block in self.blocks:
             block.run_alone = block.attn.run_alone = self._run_alone
         self._addresses: dict[tuple[str, int | None], Address] = {}
+        self.absent = self._prune_tree()
+
+    def _prune_tree(self) -> dict[str, str]:
+        """Takes out the hook points of places that this checkpoint lacks, or a layer of it; gives each name's reason."""
+        facts, absent = self.engine.facts, {}
+        for name in mapper.names(facts, use_hook_tokens=self.cfg.use_hook_tokens):
+            reason = None if mapper.flag(name) else self.engine.refuses(mapper.to_address(name, facts), "read")
+            if reason is not None:
+                absent[name] = reason
+                owner, _, attribute = name.rpartition(".")
+                self.get_submodule(owner)._modules.pop(attribute, None)
+        for owner in {name.rpartition(".")[0] for name in absent}:
+            holder, _, attribute = owner.rpartition(".")
+            if isinstance(self.get_submodule(owner), (components.Norm, components.MLP)) and not self.get_submodule(owner)._modules:
+                del self.get_submodule(holder)._modules[attribute]
+        return absent
+
+    def _why_unknown(self, name: str) -> str:
+        if name in self.absent:
+            return f"{name} is absent on {self.engine.facts.architecture}: {self.absent[name]}"
+        try:
+            address = mapper.to_address(name, self.engine.facts)
+        except UnknownName as unknown:
+            return unknown.hint or super()._why_unknown(name)
+        except Refused as unmapped:
+            return str(unmapped)
+        return f"TransformerBridge's {name} is {mapper.to_names(address, self.engine.facts)[0]} here"
 
     def address_of(self, row: mapper.Row, layer: int | None) -> Address:
         """Where a hook point's value lives in the engine."""
@@ -177,15 +204,16 @@ class HookedTransformer(TokenMethods, CircuitMethods, HookedRootModule):
             from_pretrained_kwargs["num_hidden_layers"] = first_n_layers
         device = device if device is not None or hf_model is not None else get_device()
         engine = load_engine(name, hf_model=hf_model, tokenizer=tokenizer, dtype=dtype, device=device, **from_pretrained_kwargs)
-        unmapped = mapper.unmapped_trait(engine)
-        if unmapped is not None:
-            raise Refused(f"{name} is a {engine.facts.architecture}, to which the names here do not fit: {unmapped}")
         if n_ctx is not None and n_ctx > engine.facts.n_ctx and engine.facts.positions == "learned":
             raise BadInput(f"n_ctx = {n_ctx}, but {name} has learned {engine.facts.n_ctx} positions")
         processing = Processing(fold_ln, center_writing_weights, center_unembed, fold_value_biases)
         fields = {"n_devices": n_devices} | checkpoint | ({} if n_ctx is None else {"n_ctx": n_ctx})
         cfg = config_from_facts(
-            engine.facts, model_name=name, fold_ln=fold_ln, default_prepend_bos=default_prepend_bos, **fields
+            engine.facts,
+            model_name=name,
+            fold_ln=processing.for_family(engine.facts).fold_norm,
+            default_prepend_bos=default_prepend_bos,
+            **fields,
         )
         cfg._loaded = (engine, processing)
         model = cls(cfg, tokenizer, move_to_device=False, default_padding_side=default_padding_side)
@@ -680,17 +708,23 @@ def _extended(past: HookedTransformerKeyValueCache, processed: Processed, shown:
         raise Refused("past_kv_cache holds values from before the first edit of a weight; fill a new one")
     cache = copy.deepcopy(cache) if past.frozen else cache
     keys = "k_norm_out" if engine.facts.qk_norm else "k"  # TransformerLens keeps keys after QK-norm, before rotary
-    new_keys: dict[int, Tensor] = {}
+    made: list[dict[str, Tensor]] = [{} for _ in past.entries]
     taps = []
     for layer, entry in enumerate(past.entries):
         address = Address("value", layer)
         view = shown.view(address)
 
-        def append(value: Tensor, layer: int = layer, entry: Any = entry, view: Any = view) -> None:
-            entry.append(new_keys.pop(layer), value if view is None else view[0](value))
+        def note(kind: str, value: Tensor, layer: int = layer, entry: Any = entry) -> None:
+            """Families differ in which of the two they make first."""
+            made[layer][kind] = value
+            if len(made[layer]) == 2:
+                entry.append(*(made[layer].pop(kind) for kind in ("keys", "values")))
 
-        def note(key: Tensor, layer: int = layer) -> None:
-            new_keys[layer] = key
+        def note_value(value: Tensor, note: Any = note, view: Any = view) -> None:
+            note("values", value if view is None else view[0](value))
 
-        taps += [Tap(Address(keys, layer), note, reads=True), Tap(address, append, reads=True)]
+        def note_key(key: Tensor, note: Any = note) -> None:
+            note("keys", key)
+
+        taps += [Tap(Address(keys, layer), note_key, reads=True), Tap(address, note_value, reads=True)]
     return cache, taps

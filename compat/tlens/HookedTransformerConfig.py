@@ -207,6 +207,7 @@ WITHOUT_BOS = ("GPTNeoX", "Bloom", "QWen", "Qwen", "PhiForCausalLM")
 FINAL_RMS = ("Llama", "QWen", "Qwen", "Gemma", "GptOss", "Apertus")
 ALWAYS_GROUPED = ("Qwen2", "Mistral", "Mixtral", "Gemma", "GptOss", "Olmo3", "Olmoe")
 ALWAYS_ATTN_TYPES = ("Mixtral", "Olmo")
+BLOOM_N_CTX = 2048  # its biases know no limit, and its config states none
 
 POSITIONS = {"learned": "standard"}
 ACTIVATIONS = {"swish": "silu", "gelu_python": "gelu"}
@@ -234,7 +235,7 @@ def config_from_facts(
         d_model=facts.d_model,
         d_head=facts.d_head,
         n_layers=facts.n_layers,
-        n_ctx=facts.n_ctx,
+        n_ctx=BLOOM_N_CTX if family("Bloom") else facts.n_ctx,
         n_heads=facts.n_heads,
         n_key_value_heads=facts.n_kv_heads if facts.n_kv_heads != facts.n_heads or family(ALWAYS_GROUPED) else None,
         d_mlp=facts.d_mlp,
@@ -246,7 +247,8 @@ def config_from_facts(
         experts_per_token=facts.experts_per_token,
         normalization_type=NORMS[facts.norm, fold_ln],
         final_rms=family(FINAL_RMS),
-        use_qk_norm=facts.qk_norm,
+        post_embedding_ln=facts.embed_norm,
+        use_qk_norm=facts.qk_norm and not facts.qk_norm_joint,
         use_normalization_before_and_after=facts.post_norms,
         positional_embedding_type=POSITIONS.get(facts.positions, facts.positions),
         use_attn_scale=facts.attn_scale != 1,

@@ -19,7 +19,9 @@ from compat.tlens.hook_points import HookPoint
 from compat.tlens.parameters import ModelParameters, NoParametersApart, Weight, WeightModule
 from compat.tlens.utils import get_offset_position_ids
 from engine.errors import Refused
+from engine.points import Address
 from engine.seam import Facts
+from mappers import tlens as mapper
 
 NO_CACHE = "call the model without past_kv_cache, or generate with use_past_kv_cache=False"
 
@@ -29,8 +31,14 @@ class Embed(WeightModule):
 
     W_E = Weight("embed")
 
+    def __init__(self, parameters_of_model: ModelParameters, cfg: Any) -> None:
+        super().__init__(parameters_of_model, cfg)
+        if cfg.post_embedding_ln:
+            self.ln = NORMS[unfolded(cfg)](parameters_of_model, cfg, "embed_norm", None)
+
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.parameters_of_model.peek("embed")[tokens]
+        embedded = self.parameters_of_model.peek("embed")[tokens]
+        return self.ln(embedded) if self.cfg.post_embedding_ln else embedded
 
 
 class PosEmbed(WeightModule):
@@ -116,6 +124,11 @@ class RMSNorm(_WithGain):
 NORMS: dict[str, type[Norm]] = {"LN": LayerNorm, "LNPre": LayerNormPre, "RMS": RMSNorm, "RMSPre": RMSNormPre}
 
 
+def unfolded(cfg: Any) -> str:
+    """The kind of a norm that no weight reads from, so that its gain folds into nothing."""
+    return cfg.normalization_type.removesuffix("Pre")
+
+
 class AbstractAttention(WeightModule):
     """One layer's attention: its hook points, and its weights by head."""
 
@@ -127,7 +140,7 @@ class AbstractAttention(WeightModule):
         super().__init__(parameters_of_model, cfg, layer)
         self.layer_id = layer
         self._attn_scale, self._window = facts.attn_scale, facts.sliding_windows[layer]
-        if cfg.use_qk_norm:
+        if facts.qk_norm:
             self.q_norm = RMSNorm(parameters_of_model, cfg, "q_norm", layer)
             self.k_norm = RMSNorm(parameters_of_model, cfg, "k_norm", layer)
         self.hook_k = HookPoint()  # [batch, pos, n_key_value_heads, d_head]
@@ -202,6 +215,24 @@ class GroupedQueryAttention(AbstractAttention):
     W_V, b_V = Weight("v", repeat=True), Weight("v_bias", repeat=True)
 
 
+class SinkAttention(GroupedQueryAttention):
+    """Each head's softmax has one logit more, which takes a share and gives no value."""
+
+    sinks = Weight("sinks")
+
+
+class XIELU(WeightModule):
+    """An activation with two learned weights of its own: https://arxiv.org/abs/2411.13010, whose beta is 0.5."""
+
+    alpha_p, alpha_n = Weight("act_alpha_p"), Weight("act_alpha_n")
+    buffers_elsewhere = ("beta", "eps")
+
+    def forward(self, x: Tensor) -> Tensor:
+        rises = F.softplus(self.alpha_p) * x.square()
+        falls = (0.5 + F.softplus(self.alpha_n)) * (torch.expm1(x.clamp(max=-1e-6)) - x)
+        return torch.where(x > 0, rises, falls) + 0.5 * x
+
+
 class MLP(WeightModule):
     """`[batch, pos, d_model]` -> act(x W_in + b_in) W_out + b_out."""
 
@@ -211,6 +242,8 @@ class MLP(WeightModule):
     def __init__(self, parameters_of_model: ModelParameters, cfg: Any, facts: Facts, layer: int) -> None:
         super().__init__(parameters_of_model, cfg, layer)
         self._act_fn = facts.act_fn
+        if facts.act_fn == "xielu":
+            self._modules["act_fn"] = XIELU(parameters_of_model, cfg, layer)
         self.hook_pre = HookPoint()  # [batch, pos, d_mlp]
         if facts.gated_mlp:
             self.hook_pre_linear = HookPoint()  # [batch, pos, d_mlp]
@@ -219,7 +252,7 @@ class MLP(WeightModule):
     @property
     def act_fn(self) -> Callable[[Tensor], Tensor]:
         """The activation. To run with another one, replace this module by one that computes with it."""
-        return ACT2FN[self._act_fn]
+        return self._modules.get("act_fn") or ACT2FN[self._act_fn]
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
         peek = self.parameters_of_model.peek
@@ -239,6 +272,18 @@ class GatedMLP(MLP):
         return self._linear(self.hook_post(gate * self.hook_pre_linear(self._linear(x, "mlp_in"))), "mlp_out")
 
 
+class MixtureOfExperts(WeightModule):
+    """Experts, a few of which a router picks for each token. Their weights are shown by the engine's model only."""
+
+    def __init__(self, parameters_of_model: ModelParameters, cfg: Any, facts: Facts, layer: int) -> None:
+        super().__init__(parameters_of_model, cfg, layer)
+        self.hook_expert_weights = HookPoint()  # [batch * pos, n_experts]
+        self.hook_expert_indices = HookPoint()  # [batch * pos, experts_per_token]
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise Refused("a mixture of experts called on its own; call the model, and read hook_mlp_out")
+
+
 class TransformerBlock(NoParametersApart, nn.Module):
     """One block: attention, MLP, and the points on the stream around them."""
 
@@ -246,17 +291,19 @@ class TransformerBlock(NoParametersApart, nn.Module):
         super().__init__()
         self.cfg, self.layer_index = cfg, layer
         object.__setattr__(self, "parameters_of_model", parameters_of_model)
-        norm = NORMS[cfg.normalization_type]
-        post_norm = NORMS[cfg.normalization_type.removesuffix("Pre")]  # a norm after a sublayer folds into nothing
-        self.ln1 = norm(parameters_of_model, cfg, "attn_norm", layer)
+        norm, post_norm, names = NORMS[cfg.normalization_type], NORMS[unfolded(cfg)], mapper.norms(facts)
+        self.ln1 = norm(parameters_of_model, cfg, names["ln1"], layer)
         if facts.post_norms:
-            self.ln1_post = post_norm(parameters_of_model, cfg, "attn_post_norm", layer)
-        self.ln2 = norm(parameters_of_model, cfg, "mlp_norm", layer)
+            self.ln1_post = post_norm(parameters_of_model, cfg, names["ln1_post"], layer)
+        self.ln2 = norm(parameters_of_model, cfg, names["ln2"], layer)
         if facts.post_norms:
-            self.ln2_post = post_norm(parameters_of_model, cfg, "mlp_post_norm", layer)
+            self.ln2_post = post_norm(parameters_of_model, cfg, names["ln2_post"], layer)
         attention = Attention if cfg.n_key_value_heads is None else GroupedQueryAttention
+        attention = SinkAttention if facts.sinks else attention
         self.attn = attention(parameters_of_model, cfg, facts, layer)
-        self.mlp = (GatedMLP if facts.gated_mlp else MLP)(parameters_of_model, cfg, facts, layer)
+        routed = parameters_of_model.processed.engine.refuses(Address("expert_indices", layer), "read") is None
+        mlp = MixtureOfExperts if routed else GatedMLP if facts.gated_mlp else MLP
+        self.mlp = mlp(parameters_of_model, cfg, facts, layer)
         self.hook_attn_in = HookPoint()  # [batch, pos, n_heads, d_model]
         self.hook_q_input = HookPoint()  # [batch, pos, n_heads, d_model]
         self.hook_k_input = HookPoint()  # [batch, pos, n_key_value_heads, d_model]

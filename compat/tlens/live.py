@@ -46,15 +46,6 @@ CONTAINERS = (
     Container("unembed", "final_norm", "lm_head", layered=False, inside=("unembed.hook_in", "unembed.hook_out")),
 )
 _ORDER = {row.name: index for index, row in enumerate(mapper.ROWS)}
-NORMS = {
-    "ln1": "attn_norm",
-    "ln1_post": "attn_post_norm",
-    "ln2": "mlp_norm",
-    "ln2_post": "mlp_post_norm",
-    "attn.q_norm": "q_norm",
-    "attn.k_norm": "k_norm",
-    "ln_final": "final_norm",
-}
 _FOLDED = {"attn_in": "attn_norm_normalized", "mlp_in": "mlp_norm_normalized", "final_norm": "final_norm_normalized"}
 
 
@@ -104,7 +95,7 @@ def live_taps(
     for row, module, address in _hook_places(model, roots, replaced):
         if row.name not in leave_out and not (type(module) is HookPoint and not module.is_live):
             name = row.name if address.layer is None else f"blocks.{address.layer}.{row.name}"
-            ranked.append((_ORDER[row.name], _hook_tap(shown, name, module, address)))
+            ranked.append((_ORDER[row.name], _hook_tap(forward, name, module, address)))
     taps = [tap for _, tap in sorted(ranked, key=lambda entry: entry[0])]
     before, after = shown.companions(tap.address for tap in taps if not tap.reads)
     return before + taps + after
@@ -162,8 +153,8 @@ def _descend(module: nn.Module, path: str) -> nn.Module | None:
     return module
 
 
-def _hook_tap(shown: Pass, name: str, module: nn.Module, address: Address) -> Tap:
-    show, take = _view(shown, address)
+def _hook_tap(forward: Forward, name: str, module: nn.Module, address: Address) -> Tap:
+    show, take = _view(forward, address)
     if isinstance(module, HookPoint) and module.reads_only:
         return Tap(address, lambda x: module(show(x)), reads=True)
 
@@ -175,11 +166,14 @@ def _hook_tap(shown: Pass, name: str, module: nn.Module, address: Address) -> Ta
     return Tap(address, call)
 
 
-def _view(shown: Pass, address: Address) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]:
+def _view(forward: Forward, address: Address) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]:
     """(raw -> what TransformerLens shows, (that, raw) -> raw)."""
-    if address.point.startswith(("q_norm_", "k_norm_")):  # TransformerLens runs these norms on one row a head
-        return lambda x: x.flatten(0, -2), lambda seen, x: seen.reshape(x.shape)
-    view = shown.view(address)
+    if address.point.startswith(("q_norm_", "k_norm_")):  # TransformerLens runs these norms on one row a head, or on all
+        joint = forward.model.engine.facts.qk_norm_joint
+        return lambda x: x.flatten(-2) if joint else x.flatten(0, -2), lambda seen, x: seen.reshape(x.shape)
+    if address.point in ("router_probs", "expert_indices"):  # TransformerLens routes one row a token
+        return lambda x: x.flatten(0, 1), lambda seen, x: seen.reshape(x.shape)
+    view = forward.shown.view(address)
     if view is None:
         return lambda x: x, lambda seen, x: seen
     return view[0], lambda seen, x: view[1](seen)
@@ -218,8 +212,9 @@ def _hooked(module: nn.Module) -> bool:
 
 
 def _refuse_other_norms(model: Any, roots: Roots, replaced: set[tuple[str, int | None]]) -> None:
+    norms = mapper.norms(model.engine.facts)
     for layer, root in roots:
-        for path, name in NORMS.items() if ("", layer) not in replaced else ():
+        for path, name in norms.items() if ("", layer) not in replaced else ():
             norm = _descend(root, path) if (path.split(".")[0], layer) not in replaced else None
             if norm is not None and (not _is_own(norm, model, layer) or norm.norm_name != name or _hooked(norm)):
                 raise Refused(
@@ -236,7 +231,6 @@ def _container_taps(
     Each with its rank among the hook points.
     """
     _refuse_unserved(forward, container, module, own)
-    shown = forward.shown
     enters = _FOLDED.get(container.enters, container.enters) if forward.model.folded else container.enters
     start, end = Address(enters, layer if POINTS[enters].layered else None), Address(container.leaves, layer)
     path = f"blocks.{layer}.{container.path}" if container.layered else container.path
@@ -245,7 +239,7 @@ def _container_taps(
     kept: dict[str, Tensor] = {}
 
     def enter(x: Tensor) -> Tensor | None:
-        show, take = _view(shown, start)
+        show, take = _view(forward, start)
         kept["x"] = show(x)
         if not edits_input:
             return None
@@ -253,7 +247,7 @@ def _container_taps(
         return take(kept["x"], x)
 
     def leave(x: Tensor) -> Tensor:
-        show, take = _view(shown, end)
+        show, take = _view(forward, end)
         seen = show(x)
         args, kwargs = _arguments(container, kept["x"], forward)
         result = _run_hooks(module, args, kwargs, seen) if own else module(*args, **kwargs)
@@ -310,5 +304,8 @@ def _run_hooks(module: nn.Module, args: tuple, kwargs: dict[str, Any], out: Tens
 
 _OWN_FORWARDS = {
     owner.forward
-    for owner in (c.Embed, c.PosEmbed, c.TransformerBlock, c.AbstractAttention, c.MLP, c.GatedMLP, c.Unembed, c.Norm)
+    for owner in (
+        *(c.Embed, c.PosEmbed, c.TransformerBlock, c.AbstractAttention, c.MLP, c.GatedMLP, c.MixtureOfExperts),
+        *(c.Unembed, c.Norm),
+    )
 }

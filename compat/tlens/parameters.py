@@ -256,8 +256,14 @@ class WeightModule(NoParametersApart, nn.Module):
         """TransformerLens' names of the weights here -> canonical names."""
         attributes = {name: value for owner in reversed(type(self).__mro__) for name, value in vars(owner).items()}
         return {
-            name: weight.name for name, weight in attributes.items() if isinstance(weight, Weight) and not weight.repeat
+            name: weight.name
+            for name, weight in attributes.items()
+            if isinstance(weight, Weight) and not weight.repeat and self._has(weight.name)
         }
+
+    def _has(self, name: str) -> bool:
+        """Whether the layer has the matrix that a name speaks of; a bias that it lacks is zeros."""
+        return self.parameters_of_model.processed.engine.weights.has(name.removesuffix("_bias"), self.layer_index)
 
     def __setattr__(self, name: str, value: Any) -> None:
         weight = getattr(type(self), name, None)

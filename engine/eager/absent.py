@@ -72,6 +72,8 @@ def why_absent(tree: Tree, facts: Facts, address: Address) -> str | None:
     """None, or the reason as a sentence."""
     if address.point == "pos_embed" and tree.pos_embed is None:
         return f"its positions are {facts.positions}, so there is no position embedding"
+    if address.point.startswith("embed_norm_") and tree.embed_norm is None:
+        return "the family has no norm on the token embedding"
     if address.layer is None:
         return None
     layer = tree.layers[address.layer]

@@ -42,7 +42,7 @@ class EagerEngine:
         self.tokenizer, self._owned = tokenizer, owned
         self._model_id = model_id
         self._unproved: dict[str, str] = {}
-        self.weights = EagerWeights(self._current_tree, self._prepare_writing)
+        self.weights = EagerWeights(self._current_tree, self._prepare_writing, self._refuses_here)
         self._adopt(model)
         self._proving = True
         self._unproved = self_check(self)
@@ -61,6 +61,9 @@ class EagerEngine:
 
     def _current_tree(self) -> Tree:  # a method, and no lambda: a copy of the engine must read its own tree
         return self.tree
+
+    def _refuses_here(self, address: Address, mode: Mode) -> str | None:
+        return self.refuses(address, mode)
 
     def _prepare_writing(self) -> None:
         if any(hasattr(module, "base_layer") for module in self._causal.modules()):
@@ -243,18 +246,20 @@ class _passing_through:
     """Lets the hidden states of one run pass the first `n` blocks untouched; a model call inside its taps is as ever."""
 
     def __init__(self, tree: Tree, n: int, run: Run) -> None:
-        self._blocks, self._run = [layer.block for layer in tree.layers[:n]], run
+        self._layers, self._run = tree.layers[:n], run
+        self._blocks = [layer.block for layer in self._layers]
 
     def __enter__(self) -> None:
         self._before = [vars(block).get("forward") for block in self._blocks]
-        for block in self._blocks:
-            block.forward = self._passing(block.forward)
+        for layer in self._layers:
+            layer.block.forward = self._passing(layer.block.forward, layer.gives_tuple)
 
-    def _passing(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _passing(self, forward: Callable[..., Any], gives_tuple: bool) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if current_run() is not self._run:
                 return forward(*args, **kwargs)
-            return args[0] if args else kwargs["hidden_states"]
+            hidden_states = args[0] if args else kwargs["hidden_states"]
+            return (hidden_states, None) if gives_tuple else hidden_states
 
         return call
 

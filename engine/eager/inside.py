@@ -21,14 +21,17 @@ if TYPE_CHECKING:
 
 PRODUCTS = ("matmul", "__matmul__", "bmm", "baddbmm")
 LINEARS = ("linear",)
+# attention with linear biases -> what it calls a head's slope times the position of a key
+BIASES = {"BloomAttention": "alibi", "MptAttention": "position_bias"}
 
 
 class _Inside(TorchFunctionMode):
     """Hands each torch call of a forward to the method that is named for it, if there is one."""
 
-    def __init__(self, run: Run, state: State) -> None:
+    def __init__(self, run: Run, state: State, arguments: dict[str, Any]) -> None:
+        """arguments: the keywords that the module was called with."""
         super().__init__()
-        self.run, self.state = run, state
+        self.run, self.state, self.arguments = run, state, arguments
 
     def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name = getattr(function, "__name__", "")
@@ -45,9 +48,7 @@ class _Inside(TorchFunctionMode):
 class InsideAttention(_Inside):
     """The first matrix product is of queries and keys; the softmax turns scores into the pattern."""
 
-    def __init__(self, run: Run, state: State) -> None:
-        super().__init__(run, state)
-        self._multiplied = False
+    _multiplied = False
 
     def on_product(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         names = ("batch1", "batch2")
@@ -72,8 +73,19 @@ class InsideAttention(_Inside):
     def on_softmax(self, function: Callable, scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         masked = scores.masked_fill(scores <= torch.finfo(scores.dtype).min / 2, -torch.inf)
         by_head = masked.unflatten(0, (self.run.batch_size, -1)) if masked.dim() == 3 else masked
-        pattern = function(self.fire("attn_scores", by_head), *args, **kwargs)
+        pattern = function(self.fire("attn_scores", by_head - self._bias_of_query(by_head)), *args, **kwargs)
         return self.fire("attn_probs", pattern.nan_to_num()).reshape(scores.shape)
+
+    def _bias_of_query(self, scores: Tensor) -> Tensor | float:
+        """With linear biases a score falls with the distance to the query, so that of a query on itself has none.
+
+        The model adds slope * key instead, which differs by a constant a row, and that a softmax does not see.
+        """
+        bias = self.arguments.get(BIASES.get(type(self.state.layer.inner).__name__))
+        if bias is None:
+            return 0.0
+        of_key = bias.unflatten(0, (-1, scores.shape[1]))[..., -scores.shape[-1] :]  # [b or 1, H, 1, k]
+        return of_key[..., -scores.shape[-2] :].transpose(-2, -1)
 
     def on_scaled_dot_product_attention(
         self, function: Callable, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **kwargs: Any

@@ -23,6 +23,8 @@ _BRANCH = ("attn.in", "q.out", "k.out", "v.out", "qkv.out")
 
 PLACES: dict[str, tuple[str, ...]] = {
     "tokens": (),  # fired by the engine before the model's forward
+    "embed_norm_scale": ("embed_end.out",),
+    "embed_norm_normalized": ("embed_end.out",),
     "embeddings": ("embed_end.out",),
     "pos_embed": ("pos_embed.out",),
     "resid_pre": ("block.in",),
@@ -184,7 +186,7 @@ def _norm_out(role: str, point: str) -> Callable[..., Tensor]:
 def _norm_parts(run: Run, state: State, role: str, y: Tensor, x: Tensor) -> Tensor:
     if not (run.tapped(f"{role}_scale", state) or run.tapped(f"{role}_normalized", state)):
         return y
-    norm = run.tree.final_norm if role == "final_norm" else state.norm(role)
+    norm = getattr(run.tree, role) if state.layer is None else state.norm(role)
     new, edited = _through_norm(run, state, role, norm, x, False, y.dtype)
     return new if edited else y
 
@@ -302,7 +304,7 @@ def _mlp_end(run: Run, state: State, y: Tensor, x: Tensor) -> Tensor:
 
 
 def _embed_out(run: Run, state: State, y: Tensor, x: Tensor) -> Tensor:
-    return _fire_scaled(run, state, "embeddings", y, run.tree.embed_scale)
+    return _fire_scaled(run, state, "embeddings", _norm_parts(run, state, "embed_norm", y, x), run.tree.embed_scale)
 
 
 def _router_out(run: Run, state: State, out: tuple[Tensor, ...], x: Tensor) -> tuple[Tensor, ...]:

@@ -61,6 +61,7 @@ class Layer:
     inner: nn.Module  # the module inside `attn` that owns its projections, mostly `attn` itself
     adds: float  # what the block multiplies a sublayer's output by before it adds it to the stream
     heads_first: bool = False  # q_norm and k_norm see [b, heads, p, dh], not [b, p, heads, dh] or [b, p, heads * dh]
+    gives_tuple: bool = False  # whether the block returns the stream in a tuple; learned at the first forward
     gated_q: bool = False  # the query projection puts out an output gate beside each head's query
 
     @property
@@ -92,7 +93,7 @@ class Tree:
     model: nn.Module
     trunk: nn.Module
     embed: nn.Module
-    embed_end: nn.Module  # whose output enters the stream: the embedding, or a norm on it
+    embed_norm: Norm | None
     pos_embed: nn.Module | None
     layers: list[Layer]
     final_norm: Norm
@@ -103,6 +104,13 @@ class Tree:
     edited_in_place: set[str] = field(default_factory=set)  # points whose value the model itself goes on to overwrite
     exchanged: bool = True  # whether attention runs through our function; else the family has code of its own
 
+    def module(self, role: str) -> nn.Module | None:
+        """The module that plays a role outside the blocks; `embed_end` is the one whose output enters the stream."""
+        if role == "embed_end":
+            return self.embed if self.embed_norm is None else self.embed_norm.module
+        part = getattr(self, role)
+        return part.module if isinstance(part, Norm) else part
+
 
 def resolve(model: nn.Module, config: Any) -> Tree:
     """The tree of a causal model. Raises `LoadFailed` saying what was looked for and what was found."""
@@ -112,13 +120,14 @@ def resolve(model: nn.Module, config: Any) -> Tree:
         raise LoadFailed(f"{type(model).__name__} names no input or output embeddings; is it a causal language model?")
     blocks = _child(trunk, roles.TRUNK_ROLES["layers"])
     layers = [_resolve_layer(block, index) for index, block in enumerate(blocks)]
+    embed_norm = _child(trunk, roles.TRUNK_ROLES["embed_norm"])
     heads = _find_heads(layers, config)
     _find_gates(layers, heads)
     return Tree(
         model=model,
         trunk=trunk,
         embed=embed,
-        embed_end=_child(trunk, roles.TRUNK_ROLES["embed_norm"]) or embed,
+        embed_norm=None if embed_norm is None else _probe(embed_norm),
         pos_embed=_child(trunk, roles.TRUNK_ROLES["pos_embed"]),
         layers=layers,
         final_norm=_probe(_need(trunk, "final_norm", roles.TRUNK_ROLES), config.hidden_size),

@@ -19,7 +19,7 @@ from engine.seam import Weights
 from engine.taps import Taps, same
 
 _RECORDED = ("block.in", "mlp_norm.in")  # what later places of a layer need to have seen
-BEFORE_LAYERS = ("tokens", "embeddings", "pos_embed")
+BEFORE_LAYERS = ("tokens", "embed_norm_scale", "embed_norm_normalized", "embeddings", "pos_embed")
 
 _current: ContextVar[Run | None] = ContextVar("run", default=None)
 
@@ -137,7 +137,7 @@ class Run:
         def watched(*args: Any, **kwargs: Any) -> Any:
             if current_run() is not self:
                 return forward(*args, **kwargs)
-            with mode(self, state):
+            with mode(self, state, kwargs):
                 return forward(*args, **kwargs)
 
         module.forward = watched
@@ -169,7 +169,7 @@ class Run:
     def _module(self, role: str, state: State) -> nn.Module | None:
         if state.layer is not None:
             return state.layer.module(role)
-        return self.tree.final_norm.module if role == "final_norm" else getattr(self.tree, role)
+        return self.tree.module(role)
 
     def attention_state(self, module: nn.Module) -> State | None:
         return self._by_attention.get(id(module))

@@ -7,7 +7,7 @@ identity of the stream refuses the model; a broken one elsewhere refuses the poi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from engine.seam import Batch
 from engine.taps import Tap
 
 if TYPE_CHECKING:
-    from engine.eager.resolve import Norm
+    from engine.eager.resolve import Layer, Norm
     from engine.eager.engine import EagerEngine
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}  # of the largest magnitude
@@ -34,7 +34,7 @@ def self_check(engine: EagerEngine) -> dict[str, str]:
     facts = engine.facts
     n = min(5, facts.n_ctx, facts.d_vocab)
     batch = Batch(torch.arange(n, device=facts.device)[None] * (facts.d_vocab // n))
-    plain = engine.run(batch, ())
+    plain = _watched_run(engine, batch)
     try:
         tapped, seen = _read_all(engine, batch)
     except Exception as error:
@@ -52,6 +52,22 @@ def self_check(engine: EagerEngine) -> dict[str, str]:
             )
         unproved |= {point: f"on this checkpoint {promise} does not hold (off by {error:.1e})" for point in points}
     return unproved
+
+
+def _watched_run(engine: EagerEngine, batch: Batch) -> Tensor:
+    """The logits. Notes which blocks return the stream in a tuple, so that one that is passed by can stand in for it."""
+    handles = []
+    for layer in engine.tree.layers:
+
+        def note(_: Any, __: Any, output: Any, layer: Layer = layer) -> None:
+            layer.gives_tuple = isinstance(output, tuple)
+
+        handles.append(layer.block.register_forward_hook(note))
+    try:
+        return engine.run(batch, ())
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _read_all(engine: EagerEngine, batch: Batch) -> tuple[Tensor, dict[Address, Tensor]]:
@@ -102,8 +118,20 @@ def _checks(engine: EagerEngine, batch: Batch, seen: dict[Address, Tensor], tapp
 
 def _global_checks(engine: EagerEngine, batch: Batch, at: Callable[..., Tensor]) -> Iterator[Check]:
     weights, facts, tree = engine.weights, engine.facts, engine.tree
-    if not facts.embed_norm:
+    if tree.embed_norm is None:
         yield "embeddings = W_E[tokens]", ("embeddings",), lambda: (at("embeddings"), weights("embed")[batch.tokens])
+    else:
+        points = ("embed_norm_scale", "embed_norm_normalized")
+        yield (
+            "embed_norm reads W_E[tokens]",
+            points,
+            lambda: (at("embed_norm_normalized"), _normalized(tree.embed_norm, weights("embed")[batch.tokens])),
+        )
+        yield (
+            "embeddings = normalized * gain + bias",
+            ("embeddings", *points),
+            lambda: (at("embeddings"), tree.embed_norm.finish(at("embed_norm_normalized"), facts.dtype)),
+        )
     learned = facts.positions == "learned"
     yield (
         "resid_pre.0 = embeddings (+ pos_embed)",
@@ -216,6 +244,12 @@ def _identities(engine: EagerEngine, index: int) -> Iterator[Identity]:
         ("mlp_act",),
         "mlp_out = mlp_act W_out + b_out",
         lambda act, out: (out, act @ weight("mlp_out") + weight("mlp_out_bias")),
+    )
+    yield (
+        ("router_logits", "router_probs"),
+        ("router_probs",),
+        "router_probs = softmax(router_logits)",
+        lambda logits, probs: (probs, logits.float().softmax(-1)),
     )
     gated = bool({"gate", "gate_up"} & layer.parts.keys())
     for point, name in (("mlp_pre", "mlp_gate"), ("mlp_pre_linear", "mlp_in")) if gated else (("mlp_pre", "mlp_in"),):

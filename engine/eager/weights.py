@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from engine.eager.resolve import Layer, Norm, Tree
 from engine.errors import Refused, UnknownName
+from engine.points import Address
+from engine.seam import Mode
 
 NORMS = ("attn_norm", "attn_post_norm", "mlp_norm", "mlp_post_norm", "q_norm", "k_norm")
 
@@ -19,10 +21,16 @@ NORMS = ("attn_norm", "attn_post_norm", "mlp_norm", "mlp_post_norm", "q_norm", "
 class EagerWeights:
     """`weights(name, layer)` in the dtype of the checkpoint; a bias that it lacks is zeros."""
 
-    def __init__(self, tree: Callable[[], Tree], prepare_writing: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        tree: Callable[[], Tree],
+        prepare_writing: Callable[[], None],
+        refuses: Callable[[Address, Mode], str | None],
+    ) -> None:
         """`tree` is asked at each use, since `prepare_writing` may put a copy of the model in its place."""
         self._current_tree = tree
         self._prepare = prepare_writing
+        self._refuses = refuses
 
     @property
     def _tree(self) -> Tree:
@@ -37,8 +45,12 @@ class EagerWeights:
     def __call__(self, name: str, layer: int | None = None) -> Tensor:
         value = self._read(name, layer)
         if value is None:
-            raise UnknownName(name, _LAYERED if layer is not None else _GLOBAL, what="weight of this checkpoint")
+            raise Refused(f"there is no weight {name}{'' if layer is None else f' in layer {layer}'}: {self._why(name, layer)}")
         return value
+
+    def _why(self, name: str, layer: int | None) -> str:
+        point = next((point for beginning, point in _SHOWN_AT.items() if name.startswith(beginning)), "")
+        return (self._refuses(Address(point, layer), "read") if point else None) or "the checkpoint has none"
 
     def prepare_writing(self) -> None:
         """A model that somebody else loaded is copied first; an adapter is refused, since it would be added twice."""
@@ -49,8 +61,9 @@ class EagerWeights:
         """Copies `value` into the module's own parameter; readers return views of it wherever the layout allows."""
         self._prepare()
         tree, module_layer = self._tree, None if layer is None else self._tree.layers[layer]
-        norm = tree.final_norm if layer is None else module_layer.norms.get(name.rsplit("_", 1)[0])
-        if norm is not None and name.endswith(("_gain", "_bias")) and "norm" in name:
+        role = name.rsplit("_", 1)[0]
+        norm = getattr(tree, role, None) if layer is None else module_layer.norms.get(role)
+        if isinstance(norm, Norm) and name.endswith(("_gain", "_bias")):
             _write_norm(norm, name.endswith("_bias"), value)
             return
         if name == "embed":
@@ -59,10 +72,7 @@ class EagerWeights:
             return
         if name.endswith("_bias"):
             _need_bias(tree, module_layer, name, value)
-        stored = self._read(name, layer)
-        if stored is None:
-            raise UnknownName(name, _LAYERED if layer is not None else _GLOBAL, what="weight of this checkpoint")
-        stored.copy_(value)
+        self(name, layer).copy_(value)
 
     def _read(self, name: str, layer: int | None) -> Tensor | None:
         table = _GLOBAL if layer is None else _LAYERED
@@ -182,11 +192,30 @@ def _norm(tree: Tree, norm: Norm | None, of_bias: bool) -> Tensor | None:
     return (norm.bias if of_bias else norm.gain).to(norm.module.weight.dtype)
 
 
+# the beginning of a weight's name -> the point that is absent where the weight is
+_SHOWN_AT = {f"{norm}_": f"{norm}_scale" for norm in NORMS} | {
+    "embed_norm": "embed_norm_scale",
+    "pos_embed": "pos_embed",
+    "mlp_gate": "mlp_pre_linear",
+    "mlp_": "mlp_pre",
+    "q": "q",
+    "k": "k",
+    "v": "value",
+    "o": "z",
+}
+
+def _learned_by_activation(layer: Layer, name: str) -> Tensor | None:
+    value = getattr(layer.parts.get("act"), name, None)
+    return None if value is None else value.view(())
+
+
 Reader = Callable[[Tree, Layer | None], Tensor | None]
 
 _GLOBAL: dict[str, Reader] = {
     "embed": lambda tree, _: _embedding(tree),
     "pos_embed": lambda tree, _: _positions(tree),
+    "embed_norm_gain": lambda tree, _: _norm(tree, tree.embed_norm, False),
+    "embed_norm_bias": lambda tree, _: _norm(tree, tree.embed_norm, True),
     "final_norm_gain": lambda tree, _: _norm(tree, tree.final_norm, False),
     "final_norm_bias": lambda tree, _: _norm(tree, tree.final_norm, True),
     "unembed": lambda tree, _: matrix(tree.lm_head),
@@ -203,6 +232,9 @@ _LAYERED: dict[str, Reader] = {
     "mlp_out": lambda tree, layer: _mlp(layer, "down", False),
     "mlp_out_bias": lambda tree, layer: _mlp(layer, "down", True),
 }
+for _alpha in ("alpha_p", "alpha_n"):  # learned by the activation itself: xIELU
+    _LAYERED[f"act_{_alpha}"] = lambda tree, layer, alpha=_alpha: _learned_by_activation(layer, alpha)
+_LAYERED["sinks"] = lambda tree, layer: getattr(layer.inner, "sinks", None)
 for _part in "qkv":
     _LAYERED[_part] = lambda tree, layer, part=_part: _qkv(tree, layer, part, False)
     _LAYERED[f"{_part}_bias"] = lambda tree, layer, part=_part: _qkv(tree, layer, part, True)

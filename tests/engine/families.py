@@ -72,7 +72,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Persimmon": _SIZES,
 }  # fmt: skip
 # Points that a family goes past in silence, beside those that its parts rule out.
-UNPROVED = {"DeepseekV3": {"router_probs"}}
+# DeepSeek-V3 takes a sigmoid; Phi-MoE and GPT-OSS the softmax of a few experts.
+UNPROVED = dict.fromkeys(("DeepseekV3", "Phimoe", "GptOss"), {"router_probs"})
 STATEFUL = ("Qwen3Next", "Lfm2", "Mamba")  # layers that keep a state of their own, for which a plain key/value cache has no room
 
 

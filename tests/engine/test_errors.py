@@ -143,7 +143,7 @@ def test_a_weight_that_is_not_there_is_named_with_its_neighbours(engine: EagerEn
     with pytest.raises(UnknownName, match=r"unknown weight 'mlp_int'; the nearest are 'mlp_in'"):
         engine.weights("mlp_int", 0)
     if not engine.facts.gated_mlp:
-        with pytest.raises(UnknownName, match="weight of this checkpoint 'mlp_gate'"):
+        with pytest.raises(Refused, match="no weight mlp_gate in layer 0: its MLP is not gated"):
             engine.weights("mlp_gate", 0)
         assert not engine.weights.has("mlp_gate", 0) and engine.weights.has("mlp_in", 0)
 

@@ -97,6 +97,8 @@ def test_stopping_and_starting_again_is_going_through(pair: Pair) -> None:
 @pytest.mark.parametrize("mask", [[[1] * 9, [0] * 4 + [1] * 5], [[1] * 9, [1, 0, 0] + [1] * 6]])
 def test_a_mask_is_heeded_by_a_forward_that_starts_at_a_layer(pair: Pair, mask: list) -> None:
     mask = torch.tensor(mask)
+    if pair.theirs.cfg.positional_embedding_type == "alibi" and 0 in mask[1, 1:] and mask[1, 0]:
+        pytest.skip("TransformerLens counts distances over masked positions too; Hugging Face and ours do not")
     residual, tokens = residual_for(pair), random_tokens(pair)
     arguments = dict(start_at_layer=1, attention_mask=mask, tokens=tokens, return_type="both")
     found, expected = pair.both(lambda model: model(residual, **arguments))

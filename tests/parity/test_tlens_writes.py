@@ -57,7 +57,10 @@ EDITS: dict[str, Callable[[Tensor, Any], Tensor | None]] = {
 
 
 def names_of(pair: Pair, layer: int = LAYER) -> list[str]:
-    """Every name outside the blocks and in one of them that a hook may be put on, given the switches that are on."""
+    """Every name outside the blocks and in one of them that a hook may be put on, given the switches that are on.
+
+    test_tlens_reads.py says which names of TransformerLens' are refused here.
+    """
     on = pair.theirs.cfg
     off = tuple(
         name
@@ -68,7 +71,7 @@ def names_of(pair: Pair, layer: int = LAYER) -> list[str]:
     own = [
         name for name in pair.theirs.hook_dict if name.startswith((f"blocks.{layer}.", "hook_", "ln_final", "unembed"))
     ]
-    return [name for name in own if not name.endswith(off)]
+    return [name for name in own if not name.endswith(off) and name in pair.ours.hook_dict and "indices" not in name]
 
 
 def switch_on(pair: Pair, by_head: str = "split_qkv_input") -> None:
