@@ -108,8 +108,10 @@ class Processed:
         return centred(value) if on.centre_writing and base in ("embed", "pos_embed", "o", "mlp_out") else value
 
     def _folds(self, norm: str, layer: int | None) -> bool:
-        """Whether a norm's gain and bias are in the weights that read its output. They stay where a router, experts or another
-        mixer read it, whose weights are not shown."""
+        """Whether a norm's gain and bias are in the weights that read its output. They stay where a router, experts, a gate on
+        attention's output or another mixer read it, whose weights are not shown."""
+        if norm == "attn_norm" and self.engine.refuses(Address("attn_gate", layer), "read") is None:
+            return False
         has, readers = self.engine.weights.has, [name for name, read in _READS_FROM.items() if read == norm]
         readers = [name for name in readers if name != "mlp_gate" or self.engine.facts.gated_mlp]
         return self.processing.fold_norm and has(f"{norm}_gain", layer) and all(has(name, layer) for name in readers)
