@@ -37,7 +37,7 @@ def main() -> None:
         print(json.dumps(_load_once(options.child, path)))
         return
     names = options.contenders.split(",")
-    measured = {"load": _loads(names, rounds=3)} if not options.only or "load" in options.only else {}
+    measured = {"load": _loads(names, rounds=3)} if not options.only or "load" in options.only.split(",") else {}
     measured |= _workloads(names, path, options)
     _report(measured, options)
 
@@ -45,9 +45,8 @@ def main() -> None:
 def _checkpoint() -> str:
     from demo.real_models import SMOLLM2, ensure, real_home
 
-    path = str(ensure(SMOLLM2))
-    os.environ["HF_HOME"] = str(real_home())
-    return path
+    os.environ["HF_HOME"] = str(real_home())  # before anything imports the hub's library, which reads it once
+    return str(ensure(SMOLLM2))
 
 
 def _loads(names: list[str], rounds: int) -> dict[str, dict[str, list[float]]]:
@@ -101,9 +100,9 @@ def _workloads(names: list[str], path: str, options: argparse.Namespace) -> dict
         "one resid_post": (lambda c: c.capture(tokens, range(15, 16)), False),
         "30 x resid_post": (lambda c: c.capture(tokens, range(n_layers)), False),
         "every name cached": (lambda c: c.cache_all(tokens), False),
-        "forward, 100 idle hooks": (lambda c: c.forward_with_idle_hooks(tokens), False),
-        "generate 1 x 32, one hook": (lambda c: c.generate(prompts[:1], 15, vector, 32), False),
-        "generate 8 x 32, one hook": (lambda c: c.generate(prompts, 15, vector, 32), False),
+        "forward with 100 idle hooks": (lambda c: c.forward_with_idle_hooks(tokens), False),
+        "generate 1 x 32 with one hook": (lambda c: c.generate(prompts[:1], 15, vector, 32), False),
+        "generate 8 x 32 with one hook": (lambda c: c.generate(prompts, 15, vector, 32), False),
         "attribution (forward, backward)": (lambda c: c.attribute(tokens), True),
     }
     if options.only:
@@ -124,7 +123,7 @@ def _workloads(names: list[str], path: str, options: argparse.Namespace) -> dict
 
 
 def _can(contender: Any, title: str) -> bool:
-    needs = {"every name cached": "cache_all", "forward, 100 idle hooks": "forward_with_idle_hooks"}.get(title)
+    needs = {"every name cached": "cache_all", "forward with 100 idle hooks": "forward_with_idle_hooks"}.get(title)
     return needs is None or hasattr(contender, needs)
 
 
