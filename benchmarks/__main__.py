@@ -50,8 +50,8 @@ def _checkpoint() -> str:
 
 
 def _loads(names: list[str], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Load time and the process's peak memory after one forward, each in a fresh process."""
-    seen: dict[str, dict[str, list[float]]] = {name: {"seconds": [], "peak_mib": []} for name in names}
+    """Load time of model and tokenizer, time to the first logits and the process's peak memory, each in a fresh process."""
+    seen: dict[str, dict[str, list[float]]] = {name: {"seconds": [], "first_logits": [], "peak_mib": []} for name in names}
     for _ in range(rounds):
         for name in names:
             command = [sys.executable, "-m", "benchmarks", "--child", name]
@@ -79,7 +79,8 @@ def _load_once(name: str, path: str) -> dict[str, float]:
     seconds = time.perf_counter() - start
     with torch.no_grad():
         contender.forward(torch.arange(64)[None])
-    return {"seconds": seconds, "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+    first = time.perf_counter() - start
+    return {"seconds": seconds, "first_logits": first, "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
 
 
 def _workloads(names: list[str], path: str, options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:

@@ -18,9 +18,10 @@ class HuggingFace:
     name = "Hugging Face"
 
     def __init__(self, path: str) -> None:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoTokenizer
 
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
         self.layers = self.model.model.layers
 
     def forward(self, tokens: Tensor) -> Any:

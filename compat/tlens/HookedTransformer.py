@@ -29,7 +29,7 @@ from compat.tlens.loading_from_pretrained import checkpoint_fields, checkpoint_r
 from compat.tlens.parameters import Blocks, ModelParameters, WeightModule
 from compat.tlens.past_key_value_caching import HookedTransformerKeyValueCache
 from compat.tlens.sampling import Prompt, Sampling, Stream, accept_generation_kwargs, read_prompt
-from compat.tlens.tokens import TokenMethods, check_token_ids
+from compat.tlens.tokens import TokenMethods, check_token_ids, tokenizer_options
 from compat.tlens.utils import USE_DEFAULT_VALUE, LocallyOverridenDefaults, get_attention_mask, get_device, lm_cross_entropy_loss
 from compat.tlens.utilities.devices import move_to_and_update_config
 from engine.load import load_engine
@@ -203,7 +203,15 @@ class HookedTransformer(TokenMethods, CircuitMethods, HookedRootModule):
             require(first_n_layers > 0, f"first_n_layers must be at least 1, not {first_n_layers}")
             from_pretrained_kwargs["num_hidden_layers"] = first_n_layers
         device = device if device is not None or hf_model is not None else get_device()
-        engine = load_engine(name, hf_model=hf_model, tokenizer=tokenizer, dtype=dtype, device=device, **from_pretrained_kwargs)
+        engine = load_engine(
+            name,
+            hf_model=hf_model,
+            tokenizer=tokenizer,
+            tokenizer_options=tokenizer_options,
+            dtype=dtype,
+            device=device,
+            **from_pretrained_kwargs,
+        )
         if n_ctx is not None and n_ctx > engine.facts.n_ctx and engine.facts.positions == "learned":
             raise BadInput(f"n_ctx = {n_ctx}, but {name} has learned {engine.facts.n_ctx} positions")
         processing = Processing(fold_ln, center_writing_weights, center_unembed, fold_value_biases)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,6 +25,11 @@ Side = Literal["left", "right"]
 
 # Families whose tokenizer is used as it comes, without asking it to add a BOS token.
 KEEP_TOKENIZER = ("OlmoForCausalLM", "OlmoeForCausalLM", "Olmo2ForCausalLM")
+
+
+def tokenizer_options(architecture: str) -> dict[str, Any]:
+    """How a checkpoint's own tokenizer is loaded."""
+    return {} if architecture in KEEP_TOKENIZER else {"add_bos_token": True}
 
 
 class TokenMethods:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,30 +17,36 @@ def load_eager(
     *,
     hf_model: Any = None,
     tokenizer: Any = None,
+    tokenizer_options: Callable[[str], dict[str, Any]] = lambda architecture: {},
     dtype: torch.dtype = torch.float32,
     device: str | torch.device | None = None,
     **from_pretrained: Any,
 ) -> EagerEngine:
-    """An engine on a hub id, a local folder, or an already loaded `hf_model`. Raises `LoadFailed`."""
+    """An engine on a hub id, a local folder, or an already loaded `hf_model`. Raises `LoadFailed`.
+
+    tokenizer: one to use instead of the checkpoint's. tokenizer_options: from the architecture, keywords for the latter.
+    """
     model = hf_model
     if model is None:
         model = _read(name, AutoModelForCausalLM, dtype=dtype, **from_pretrained)
         if device is not None and "device_map" not in from_pretrained:
             model = model.to(device)
+    engine = EagerEngine(model, tokenizer, model_id=name, owned=hf_model is None)
     if tokenizer is None:
-        tokenizer = load_tokenizer(name, **{k: v for k, v in from_pretrained.items() if k in _SHARED})
-    return EagerEngine(model, tokenizer, model_id=name, owned=hf_model is None)
+        shared = {k: v for k, v in from_pretrained.items() if k in _SHARED}
+        engine.tokenizer = load_tokenizer(name, tokenizer_options(engine.facts.architecture), **shared)
+    return engine
 
 
 _SHARED = ("revision", "cache_dir", "token", "trust_remote_code", "local_files_only", "subfolder")
 
 
-def load_tokenizer(name: str, **options: Any) -> Any:
-    """The checkpoint's tokenizer, or None for a folder that has none."""
+def load_tokenizer(name: str, wanted: dict[str, Any], **options: Any) -> Any:
+    """The checkpoint's tokenizer, as `wanted` if it can be, or None for a folder that has none."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        tokenizer = AutoTokenizer.from_pretrained(name, **wanted, **options)
     except (OSError, ValueError):
-        return None
+        return load_tokenizer(name, {}, **options) if wanted else None
     return tokenizer if tokenizer.vocab_size else None  # where the files are missing, an empty one is made up
 
 

@@ -1,11 +1,13 @@
 """Proves at load, on this very checkpoint, that the points are where the table of roles says.
 
-One short forward is read at every point, and each identity that the arithmetic of a decoder promises is tested. A broken
-identity of the stream refuses the model; a broken one elsewhere refuses the points that rest on it.
+One short forward is read at every point of the first and the last layer of each kind, and each identity that the arithmetic
+of a decoder promises is tested. A broken identity of the stream refuses the model; a broken one elsewhere refuses the points
+that rest on it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from engine.eager.engine import EagerEngine
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}  # of the largest magnitude
+_INDEX = re.compile(r"layer_?(idx|index|id|number)")  # what modules call the number of their layer
 _STREAM = ("resid_pre", "attn_out_post", "mlp_out_post", "resid_post", "final_norm", "lm_head")
 
 # what is promised, the points that rest on it, and two tensors that must then be equal
@@ -31,17 +34,17 @@ Check = tuple[str, tuple[str, ...], Callable[[], tuple[Tensor, Tensor]]]
 @torch.no_grad()
 def self_check(engine: EagerEngine) -> dict[str, str]:
     """Points of this model that could not be proved, each with the reason. Raises `LoadFailed` if the stream itself fails."""
-    facts = engine.facts
+    facts, layers = engine.facts, _proved_on(engine)
     n = min(5, facts.n_ctx, facts.d_vocab)
     batch = Batch(torch.arange(n, device=facts.device)[None] * (facts.d_vocab // n))
     plain = _watched_run(engine, batch)
     try:
-        tapped, seen = _read_all(engine, batch)
+        tapped, seen = _read_all(engine, batch, layers)
     except Exception as error:
         raise LoadFailed(f"{facts.architecture} does not fit the table of roles: reading every point fails ({error})") from error
-    silent = {address.point for address in _served(engine)} - {address.point for address in seen}
+    silent = {address.point for address in _served(engine, layers)} - {address.point for address in seen}
     unproved = {point: "the forward of this family does not go through it" for point in silent}
-    for promise, points, sides in _checks(engine, batch, seen, tapped, plain):
+    for promise, points, sides in _checks(engine, batch, seen, tapped, plain, layers):
         error = _relative_error(sides)
         if error <= _TOLERANCE[facts.dtype]:
             continue
@@ -52,6 +55,23 @@ def self_check(engine: EagerEngine) -> dict[str, str]:
             )
         unproved |= {point: f"on this checkpoint {promise} does not hold (off by {error:.1e})" for point in points}
     return unproved
+
+
+def _proved_on(engine: EagerEngine) -> list[int]:
+    """The first and the last layer of each kind: layers of one kind have the same modules, shapes and settings."""
+    kinds: dict[Any, list[int]] = {}
+    for layer in engine.tree.layers:
+        kind = tuple((name, *_kind(module)) for name, module in layer.block.named_modules())
+        kinds.setdefault((kind, engine.facts.sliding_windows[layer.index]), []).append(layer.index)
+    return sorted({index for alike in kinds.values() for index in (alike[0], alike[-1])})
+
+
+def _kind(module: torch.nn.Module) -> tuple[Any, ...]:
+    """What says how a module computes, but for its numbers and its layer's index."""
+    shapes = tuple((name, None if p is None else (p.shape, p.dtype)) for name, p in module._parameters.items())
+    settings = tuple((k, v) for k, v in vars(module).items() if isinstance(v, (int, float, str)) and not _INDEX.search(k))
+    hooked = bool(module._forward_hooks or module._forward_pre_hooks)
+    return type(module), shapes, settings, vars(module).get("forward"), hooked
 
 
 def _watched_run(engine: EagerEngine, batch: Batch) -> Tensor:
@@ -70,8 +90,8 @@ def _watched_run(engine: EagerEngine, batch: Batch) -> Tensor:
             handle.remove()
 
 
-def _read_all(engine: EagerEngine, batch: Batch) -> tuple[Tensor, dict[Address, Tensor]]:
-    """The logits and the value of every point. Points whose value the model goes on to edit in place are noted, and from
+def _read_all(engine: EagerEngine, batch: Batch, layers: list[int]) -> tuple[Tensor, dict[Address, Tensor]]:
+    """The logits and the value of every point on `layers`. Points whose value the model goes on to edit in place are noted, and from
     then on handed out as copies."""
     seen: dict[Address, Tensor] = {}
     versions: dict[Address, int] = {}
@@ -79,7 +99,7 @@ def _read_all(engine: EagerEngine, batch: Batch) -> tuple[Tensor, dict[Address, 
     def keep(address: Address, value: Tensor) -> None:
         seen[address], versions[address] = value, value._version
 
-    taps = [Tap(a, lambda value, a=a: keep(a, value), reads=True) for a in _served(engine)]
+    taps = [Tap(a, lambda value, a=a: keep(a, value), reads=True) for a in _served(engine, layers)]
     logits = engine.run(batch, taps)
     edited = {address.point for address, value in seen.items() if value._version != versions[address]}
     if not edited:
@@ -101,18 +121,22 @@ _NORMS = {
 }
 
 
-def _served(engine: EagerEngine) -> Iterator[Address]:
+def _served(engine: EagerEngine, layers: list[int]) -> Iterator[Address]:
+    """Every point on `layers`, and the two ends of every block."""
     for point in POINTS.values():
-        for layer in range(engine.facts.n_layers) if point.layered else (None,):
+        everywhere = range(engine.facts.n_layers) if point.name in ("resid_pre", "resid_post") else layers
+        for layer in everywhere if point.layered else (None,):
             address = Address(point.name, layer)
             if point.name not in _BRANCH and engine.refuses(address, "read") is None:
                 yield address
 
 
-def _checks(engine: EagerEngine, batch: Batch, seen: dict[Address, Tensor], tapped: Tensor, plain: Tensor) -> Iterator[Check]:
+def _checks(
+    engine: EagerEngine, batch: Batch, seen: dict[Address, Tensor], tapped: Tensor, plain: Tensor, layers: list[int]
+) -> Iterator[Check]:
     yield "the explicit attention gives the checkpoint's own logits", _INSIDE, lambda: (tapped, plain)
     yield from _global_checks(engine, batch, lambda point, layer=None: seen[Address(point, layer)])
-    for layer in range(engine.facts.n_layers):
+    for layer in layers:
         yield from _layer_checks(engine, layer, lambda point: seen.get(Address(point, layer)))  # noqa: B023  used at once
 
 
