@@ -151,14 +151,15 @@ class HookPoint(nn.Module):
                     kept.append(handle)
             return kept
 
-        if dir != "bwd":
+        if dir != "bwd" and self.fwd_hooks:
             self.fwd_hooks = take_off(self.fwd_hooks)
-        if dir != "fwd":
+        if dir != "fwd" and self.bwd_hooks:
             self.bwd_hooks = take_off(self.bwd_hooks)
 
     def clear_context(self) -> None:
         """Give the point a new, empty `ctx`."""
-        self.ctx = {}
+        if self.ctx:
+            self.ctx = {}
 
     def enable_reshape(self, hook_conversion: Any | None = None) -> None:
         """Show hooks `hook_conversion.convert(value)` and put `hook_conversion.revert(result)` back."""
